@@ -1,0 +1,127 @@
+// Tiles of 16-bit elements in shared memory: swizzled layout, copies from and to global memory, mma fragments.
+//
+// A tile is (rows, kColumns), row-major, kColumns a multiple of 16, on 16 bytes. Chunks of 16 bytes are permuted
+// within a row so that the eight rows that one ldmatrix phase reads at equal columns lie in eight different groups of
+// four banks: chunk c of row r is stored at c ^ swizzle(r). Rows of 8n chunks permute eight chunks by r % 8; rows of
+// 8n + 4 or 8n + 2 chunks already fall on two or four bank groups and permute only four or two.
+#pragma once
+#include "ptx.cuh"
+
+namespace hf_flash {
+
+template <int kColumns> struct TileLayout {
+  static_assert(kColumns % 16 == 0, "an mma step is 16 columns");
+  static constexpr int kChunks = kColumns / 8;
+  static constexpr int kPermuted = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;   // chunks permuted together
+  static constexpr int kRowShift = kPermuted == 8 ? 0 : kPermuted == 4 ? 1 : 2;       // log2(8 / kPermuted)
+  static constexpr int kRowBytes = kColumns * 2;
+  static constexpr int bytes(int rows) { return rows * kRowBytes; }
+
+  static HF_DEVICE int swizzle(int row) { return (row >> kRowShift) & (kPermuted - 1); }
+
+  // Byte offset of 16-byte chunk `chunk` of row `row`.
+  static HF_DEVICE int chunk_offset(int row, int chunk) { return row * kRowBytes + (chunk ^ swizzle(row)) * 16; }
+
+  // Byte offset of one element: for fragment stores of pairs (column even) and single reads.
+  static HF_DEVICE int offset(int row, int column) { return chunk_offset(row, column / 8) + column % 8 * 2; }
+
+  // chunk_offset(row + lane_row, column / 8 + lane_chunk) for row % 8 == 0, column % 16 == 0, lane_chunk in {0, 1},
+  // written so that all but a few values per lane are immediates.
+  static HF_DEVICE int block_offset(int row, int column, int lane_row, int lane_chunk) {
+    const int chunk = column / 8, low = chunk & (kPermuted - 1);
+    return row * kRowBytes + (chunk - low) * 16 + lane_row * kRowBytes +
+           ((low * 16) ^ ((lane_chunk ^ swizzle(lane_row)) * 16));
+  }
+};
+
+// ---- Fragments of one warp for mma_m16n8k16. row % 8 == 0, column % 16 == 0; each reads a 16 x 16 block.
+
+// A (16 rows, 16 k) of a tile (rows, k).
+template <int kColumns> HF_DEVICE void load_a(uint32_t (&a)[4], const char* tile, int row, int column) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_x4(a, tile + TileLayout<kColumns>::block_offset(row, column, lane % 16, lane / 16));
+}
+
+// A (16 columns, 16 k) of the transpose of a tile (k, columns).
+template <int kColumns> HF_DEVICE void load_a_transposed(uint32_t (&a)[4], const char* tile, int row, int column) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_x4_trans(a, tile + TileLayout<kColumns>::block_offset(row, column, lane % 8 + lane / 16 * 8, lane / 8 % 2));
+}
+
+// Two B (16 k, 8 n), n = tile rows, of a tile (n, k), as in q k^T: b[0], b[1] for rows row + 0..7, b[2], b[3] for
+// rows row + 8..15.
+template <int kColumns> HF_DEVICE void load_b(uint32_t (&b)[4], const char* tile, int row, int column) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_x4(b, tile + TileLayout<kColumns>::block_offset(row, column, lane % 8 + lane / 16 * 8, lane / 8 % 2));
+}
+
+// Two B (16 k, 8 n), n = tile columns, of a tile (k, n), as in p v: b[0], b[1] for columns column + 0..7, b[2], b[3]
+// for columns column + 8..15.
+template <int kColumns> HF_DEVICE void load_b_transposed(uint32_t (&b)[4], const char* tile, int row, int column) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_x4_trans(b, tile + TileLayout<kColumns>::block_offset(row, column, lane % 16, lane / 16));
+}
+
+// ---- Copies. A row is cut into panels of 8, then 4 or 2 chunks; kThreads threads take a panel's chunks side by side
+// (128-byte transactions where the row allows), so that a thread's swizzle and column stay fixed.
+
+// Calls visit(row, chunk, step) for this thread's chunks of a tile: first row and chunk of each panel, with rows
+// row, row + step, ... left to visit.
+template <int kColumns, int kThreads, int kFirstChunk = 0, class Visit> HF_DEVICE void for_each_panel(Visit visit) {
+  constexpr int kLeft = TileLayout<kColumns>::kChunks - kFirstChunk;
+  if constexpr (kLeft > 0) {
+    constexpr int kWidth = kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : 2;
+    static_assert(kThreads % (kWidth * 8) == 0, "a thread's rows must share one swizzle: the step is a multiple of 8");
+    visit(int(threadIdx.x) % kThreads / kWidth, kFirstChunk + int(threadIdx.x) % kWidth, kThreads / kWidth);
+    for_each_panel<kColumns, kThreads, kFirstChunk + kWidth>(visit);
+  }
+}
+
+// Starts the copy of rows [0, kRows) of source into a tile. Rows from `rows` on and columns from `columns` on are
+// zeroed without being read. The caller commits and waits. Threads: kThreads, numbered by threadIdx.x % kThreads.
+template <int kRows, int kColumns, int kThreads, class Element>
+HF_DEVICE void copy_tile_async(char* tile, const Element* source, int64_t row_stride, int rows, int columns) {
+  for_each_panel<kColumns, kThreads>([&](int row, int chunk, int step) {
+    const bool column_valid = chunk * 8 < columns;
+    const Element* from = source + row * row_stride + chunk * 8;
+    char* to = tile + TileLayout<kColumns>::chunk_offset(row, chunk);
+    HF_UNROLL
+    for (int i = 0; i < ceil_div(kRows, step); ++i) {
+      if (kRows % step == 0 || row + i * step < kRows)
+        copy_async_16(to + i * step * TileLayout<kColumns>::kRowBytes, from, column_valid && row + i * step < rows);
+      from += step * row_stride;
+    }
+  });
+}
+
+// The same where the place of a row is looked up: row_source(row) -> const Element* is called for valid rows only.
+template <int kRows, int kColumns, int kThreads, class RowSource>
+HF_DEVICE void copy_rows_async(char* tile, RowSource row_source, int rows, int columns) {
+  for_each_panel<kColumns, kThreads>([&](int row, int chunk, int step) {
+    char* to = tile + TileLayout<kColumns>::chunk_offset(row, chunk);
+    HF_NO_UNROLL
+    for (; row < kRows; row += step, to += step * TileLayout<kColumns>::kRowBytes) {
+      const bool valid = row < rows && chunk * 8 < columns;
+      copy_async_16(to, row_source(valid ? row : 0) + chunk * 8, valid);
+    }
+  });
+}
+
+// Writes a tile's first `rows` rows and `columns` columns to global memory, 16 bytes at a time.
+template <int kRows, int kColumns, int kThreads, class Element>
+HF_DEVICE void store_tile(Element* destination, int64_t row_stride, const char* tile, int rows, int columns) {
+  for_each_panel<kColumns, kThreads>([&](int row, int chunk, int step) {
+    if (chunk * 8 >= columns) return;
+    Element* to = destination + row * row_stride + chunk * 8;
+    const char* from = tile + TileLayout<kColumns>::chunk_offset(row, chunk);
+    HF_UNROLL
+    for (int i = 0; i < ceil_div(kRows, step); ++i) {
+      if (row + i * step < (kRows < rows ? kRows : rows))
+        *reinterpret_cast<uint4*>(to) =
+            *reinterpret_cast<const uint4*>(from + i * step * TileLayout<kColumns>::kRowBytes);
+      to += step * row_stride;
+    }
+  });
+}
+
+}  // namespace hf_flash
