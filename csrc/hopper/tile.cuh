@@ -4,10 +4,10 @@
 
 namespace hf_flash::hopper {
 
-// A tile of rows x kHeadDim is kPanels panels [rows][kPanelWidth], swizzled over a panel row: width 64 is
-// SWIZZLE_128B, 32 SWIZZLE_64B, 16 SWIZZLE_32B. All are free of bank conflicts, K-major and MN-major alike. If the width
-// does not divide kHeadDim, the copy engine zero-fills the end of the last panel, and k-loops and N stop at kHeadDim:
-// N may end inside a panel, but an MN-major operand may not start inside one. Tiles start on 1024 bytes.
+// A tile of rows x kHeadDim is kPanels panels [rows][kPanelWidth], swizzled over a panel row: width 64 is SWIZZLE_128B,
+// 32 SWIZZLE_64B, 16 SWIZZLE_32B. All are free of bank conflicts, K-major and MN-major alike. If the width does not
+// divide kHeadDim, the copy engine zero-fills the end of the last panel, and k-loops and N stop at kHeadDim: N may end
+// inside a panel, but an MN-major operand may not start inside one. Tiles start on 1024 bytes.
 template <int kHeadDim_, int kPanelWidth_> struct Tile {
   static constexpr int kHeadDim = kHeadDim_, kPanelWidth = kPanelWidth_;
   static_assert(kPanelWidth == 64 || kPanelWidth == 32 || kPanelWidth == 16, "a panel row is one swizzle span");

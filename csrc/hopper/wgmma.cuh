@@ -1,5 +1,6 @@
 // The warpgroup's asynchronous product: D (64 x N, fp32 registers) = A (64 x 16) * B (16 x N) + (accumulate ? D : 0).
-// Accumulator d[i] of thread t: row 16 * (t / 32) + t % 32 / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (t % 4) + i % 2.
+// Accumulator d[i] of thread t is in row 16 * (t / 32) + t % 32 / 4 + 8 * (i / 2 % 2) and in column
+// 8 * (i / 4) + 2 * (t % 4) + i % 2.
 // Packed in pairs, d[8k .. 8k + 7] are the A registers of k-step k: a product feeds the next without shuffles.
 #pragma once
 #include "ptx.cuh"
