@@ -1,0 +1,79 @@
+# Targets set everything up by themselves in .venv. To use a Python that is already set up: make PY=python3 <target>
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint kernels test-cpu test-older gpu wheel clean
+
+TRANSFORMERS := 5.24.0
+OLDER_TRANSFORMERS := 4.57.6 5.17.0
+PYTHON ?= python3
+VENV ?= .venv
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# Where no GPU is visible a torch is fixed; where one is, pip chooses the build that goes with it.
+TORCH := $(if $(GPU),torch>=2.6,torch==2.13.0)
+
+ifdef PY
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready
+endif
+
+# One thread a test process: two processes run at a time.
+RUN := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+PYTEST := $(RUN) $(PY) -m pytest -q
+WORKERS ?= 2
+RESULTS ?= benchmarks/results
+
+help:
+	@echo "make demo     patch a model, fine-tune it, generate, compare with stock"
+	@echo "make test     lint, build every kernel, run every test that needs no GPU"
+	@echo "make kernels  compile csrc/ into hf_flash/libhf_flash.so"
+	@echo "make gpu      GPU suite and benchmarks; writes $(RESULTS)/<gpu>.json and README's tables"
+	@echo "make lint     ruff format --check and ruff check"
+	@echo "make wheel    dist/hf_flash-*.whl for every supported architecture"
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q "$(TORCH)" "transformers==$(TRANSFORMERS)" "setuptools>=77" ninja
+	HF_FLASH_BUILD=0 $(PY) -m pip install -q --no-build-isolation -e ".[test]"
+	touch $@
+
+demo: $(READY)
+	$(if $(GPU),$(PY) setup.py -q build_ext --inplace)
+	HF_HUB_OFFLINE=1 $(PY) examples/finetune.py --compare --generate
+
+lint: $(READY)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+kernels: $(READY)
+	$(PY) setup.py -q build_ext --inplace
+
+test-cpu: $(READY)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu"
+
+# The patches again on the other supported transformers, each in a folder in front of the environment.
+test-older: $(OLDER_TRANSFORMERS:%=test-transformers-%)
+
+test-transformers-%: $(VENV)/transformers-%/ready
+	PYTHONPATH=$(VENV)/transformers-$* $(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu" tests/test_patch*.py
+
+$(VENV)/transformers-%/ready: $(READY)
+	$(PY) -m pip install -q --target $(@D) "transformers==$*"
+	touch $@
+.PRECIOUS: $(VENV)/transformers-%/ready
+
+test: lint kernels
+	$(MAKE) test-older
+	$(MAKE) test-cpu
+
+gpu: kernels
+	$(PY) benchmarks/record.py suite --output $(RESULTS)
+	$(PY) benchmarks/attention.py --grid all --output $(RESULTS)
+	$(PY) benchmarks/models.py --output $(RESULTS)
+	$(PY) benchmarks/record.py readme --output $(RESULTS)
+
+wheel: $(READY)
+	HF_FLASH_ARCHS="8.0;9.0a;10.0;12.0+PTX" $(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf build dist *.egg-info hf_flash/libhf_flash.so
