@@ -51,16 +51,18 @@ kernels: $(READY)
 test-cpu: $(READY)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu"
 
-# The patches again on the other supported transformers, each in a folder in front of the environment.
+# The patches again on the other supported transformers, each in an environment of its own.
 test-older: $(OLDER_TRANSFORMERS:%=test-transformers-%)
 
-test-transformers-%: $(VENV)/transformers-%/ready
-	PYTHONPATH=$(VENV)/transformers-$* $(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu" tests/test_patch*.py
+test-transformers-%: $(VENV)-%/ready
+	$(RUN) $(VENV)-$*/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu" tests/test_patch*.py
 
-$(VENV)/transformers-%/ready: $(READY)
-	$(PY) -m pip install -q --target $(@D) "transformers==$*"
+$(VENV)-%/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install -q "$(TORCH)" "transformers==$*" "setuptools>=77" ninja
+	HF_FLASH_BUILD=0 $(VENV)-$*/bin/python -m pip install -q --no-build-isolation -e ".[test-patches]"
 	touch $@
-.PRECIOUS: $(VENV)/transformers-%/ready
+.PRECIOUS: $(VENV)-%/ready
 
 test: lint kernels
 	$(MAKE) test-older
