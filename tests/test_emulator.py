@@ -12,7 +12,8 @@ import torch
 from emulator import build
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or not (build.cuda_include() / "cuda_bf16.h").exists(), reason="needs g++ and CUDA headers"
+    shutil.which("g++") is None or not (build.cuda_include() / "cuda_bf16.h").exists(),
+    reason="needs g++ and CUDA headers",
 )
 
 
