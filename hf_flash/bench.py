@@ -1,0 +1,434 @@
+"""Attention on this machine, against PyTorch's own backends: `python -m hf_flash bench`.
+
+How time is taken: each contender's call is recorded into a CUDA graph long enough to hide the launch; in every round
+the contenders are replayed once each, in a new random order, between two events; the median over the rounds counts.
+FLOPs are 4 * batch * heads * seq_q * seq_k * head_dim forward, half of that when causal, and 2.5 times that backward.
+benchmarks/attention.py measures more contenders and more cases with the same functions.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import random
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from . import library
+from .attention import flash_attn_func, flash_attn_varlen_func
+
+# Largest error against fp32, as a share of the largest value, that still counts as the right result in half precision.
+TOLERANCE = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Self-attention over `batch` sequences of `seq` tokens; lengths: a packed batch of these lengths instead."""
+
+    head_dim: int
+    seq: int
+    batch: int = 1
+    heads: int = 16
+    kv_heads: int = 0  # 0: as many as heads
+    causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    lengths: tuple = ()
+
+    @property
+    def key_heads(self):
+        return self.kv_heads or self.heads
+
+    def flops(self, which):
+        pairs = sum(n * n for n in self.lengths) if self.lengths else self.batch * self.seq**2
+        forward = 4 * self.heads * pairs * self.head_dim * (0.5 if self.causal else 1)
+        return forward * (1 if which == "forward" else 2.5)
+
+    def inputs(self, device, generator=None):
+        """q, k, v and a gradient for the output: (batch, seq, heads, head_dim), or (tokens, heads, head_dim) packed."""
+        leading = (sum(self.lengths),) if self.lengths else (self.batch, self.seq)
+        counts = (self.heads, self.key_heads, self.key_heads, self.heads)
+        shapes = [(*leading, count, self.head_dim) for count in counts]
+        return [torch.randn(shape, dtype=self.dtype, device=device, generator=generator) for shape in shapes]
+
+    def label(self):
+        mask = "causal" if self.causal else "full"
+        heads = f"{self.heads}/{self.key_heads}"
+        tokens = f"{len(self.lengths)} ragged" if self.lengths else f"{self.batch}x{self.seq}"
+        return f"head dim {self.head_dim} {mask} {tokens} heads {heads} {str(self.dtype).removeprefix('torch.')}"
+
+
+# ---- contenders: q, k, v -> out, all (batch, seq, heads, head_dim), or packed ----------------------------------------
+
+
+def ours(case, kernel="auto"):
+    if case.lengths:
+        cu_seqlens = {}
+
+        def varlen(q, k, v):
+            if q.device not in cu_seqlens:
+                ends = torch.tensor((0, *case.lengths)).cumsum(0)
+                cu_seqlens[q.device] = ends.to(q.device, torch.int32)
+            cu, longest = cu_seqlens[q.device], max(case.lengths)
+            with library.force_kernel(kernel):
+                return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=case.causal)
+
+        return varlen
+
+    def dense(q, k, v):
+        with library.force_kernel(kernel):
+            return flash_attn_func(q, k, v, causal=case.causal)
+
+    return dense
+
+
+def sdpa(case, *backends):
+    """PyTorch's fused attention, restricted to the given backends."""
+
+    def call(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = case.key_heads != case.heads
+        with sdpa_kernel(list(backends)) if backends else contextlib.nullcontext():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def standard(case):
+    """softmax(QK^T)V, one operation at a time, with the whole matrix in memory."""
+    visible = {}
+
+    def call(q, k, v):
+        group = case.heads // case.key_heads
+        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+        scores = q @ k.transpose(-1, -2) * case.head_dim**-0.5
+        if case.causal:
+            if q.device not in visible:
+                visible[q.device] = torch.ones(case.seq, case.seq, dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~visible[q.device], float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    return call
+
+
+def contenders(case, device):
+    """hf_flash and what PyTorch itself offers on this device."""
+    found = {"hf_flash": ours(case)}
+    if device.type == "cuda" and not case.lengths:
+        if torch.cuda.get_device_capability(device)[0] == 9:
+            found["hf_flash_portable"] = ours(case, "portable")
+        found["fa2"] = sdpa(case, SDPBackend.FLASH_ATTENTION)
+        found["cudnn"] = sdpa(case, SDPBackend.CUDNN_ATTENTION)
+        found["memeff"] = sdpa(case, SDPBackend.EFFICIENT_ATTENTION)
+    elif not case.lengths:
+        found["sdpa"] = sdpa(case)
+    if not case.lengths and case.batch * case.heads * case.seq**2 <= 2**30:
+        found["standard"] = standard(case)
+    return found
+
+
+# ---- right before fast -----------------------------------------------------------------------------------------------
+
+
+def reference(case, q, k, v, grad_out):
+    """out, dq, dk, dv of the first sequence and first key head in fp32, a block of queries at a time."""
+    rows = case.lengths[0] if case.lengths else case.seq
+    group = case.heads // case.key_heads
+    first = (slice(0, rows),) if case.lengths else (0,)
+    q, grad_out = (x[first][:, :group].float().transpose(0, 1) for x in (q, grad_out))
+    k, v = (x[first][:, 0].float() for x in (k, v))
+    scale = case.head_dim**-0.5
+    out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for start in range(0, rows, 1024):
+        block = slice(start, min(start + 1024, rows))
+        scores = q[:, block] @ k.T * scale
+        if case.causal:
+            i = torch.arange(block.start, block.stop, device=q.device)[:, None]
+            scores.masked_fill_(torch.arange(rows, device=q.device) > i, float("-inf"))
+        p = scores.softmax(-1)
+        out[:, block] = p @ v
+        dp = grad_out[:, block] @ v.T
+        ds = p * (dp - (grad_out[:, block] * out[:, block]).sum(-1, keepdim=True))
+        dq[:, block] = ds @ k * scale
+        dk += (ds.transpose(1, 2) @ q[:, block]).sum(0) * scale
+        dv += (p.transpose(1, 2) @ grad_out[:, block]).sum(0)
+    return out.transpose(0, 1), dq.transpose(0, 1), dk[:, None], dv[:, None]
+
+
+def error(case, found, expected):
+    """Largest error of tensors against `reference`, as a share of the largest expected value; NaN where not finite."""
+    worst = 0.0
+    for x, r in zip(found, expected, strict=True):
+        part = (x[: r.shape[0]] if case.lengths else x[0])[:, : r.shape[1]].float()
+        if not torch.isfinite(x).all():
+            return float("nan")
+        worst = max(worst, ((part - r).abs().max() / r.abs().max().clamp_min(1e-6)).item())
+    return worst
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+class Timer:
+    """Times one contender. Must be built, and its call prepared, on the stream it is recorded on."""
+
+    def __init__(self, call, device, target=1e-3):
+        self.device, self.calls, self.call = device, 1, call
+        if device.type == "cpu":
+            return
+        for _ in range(2):
+            call()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        self.calls = max(1, min(20, round(target * 1e3 / max(start.elapsed_time(end), 1e-3))))
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                for _ in range(self.calls):
+                    call()
+            self.call = graph.replay
+            self.call()
+        except RuntimeError:  # not capturable: launches are timed with it
+            torch.cuda.synchronize()
+            self.calls = 1
+
+    def start(self):
+        """Runs once; returns a function that waits and gives the seconds per call."""
+        if self.device.type == "cpu":
+            before = time.perf_counter()
+            self.call()
+            seconds = time.perf_counter() - before
+            return lambda: seconds
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.call()
+        end.record()
+
+        def seconds():
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / self.calls
+
+        return seconds
+
+
+def take_turns(timers, rounds, seed=0):
+    """Name -> its seconds per call, one per round; in each round every timer runs once, in random order."""
+    shuffle = random.Random(seed).sample
+    seconds = {name: [] for name in timers}
+    for turn in range(rounds + 1):
+        pending = [(name, timers[name].start()) for name in shuffle(list(timers), len(timers))]
+        for name, wait in pending:
+            elapsed = wait()
+            if turn:  # the first round warms up
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def side_stream(device):
+    """A stream other than the default, on which graphs may be recorded; nothing on the CPU."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
+def measure(case, which, device, found=None, rounds=15):
+    """Seconds per call and error of each contender for one pass of one case.
+
+    which: "forward" or "backward". found: name -> q, k, v -> out (default: `contenders`). Returns two dictionaries,
+    {name: median seconds} and {name: error, or the reason why it did not run}; wrong results are not timed.
+    """
+    found = contenders(case, device) if found is None else found
+    timers, errors = {}, {}
+    with side_stream(device):
+        q, k, v, grad_out = case.inputs(device)
+        with torch.no_grad():
+            expected = reference(case, q, k, v, grad_out)
+        for name, attend in found.items():
+            try:
+                call, results = _prepare(attend, which, q, k, v, grad_out)
+                right = expected[:1] if which == "forward" else expected[1:]
+                errors[name] = error(case, results, right)
+                if errors[name] <= TOLERANCE:
+                    timers[name] = Timer(call, device)
+            except Exception as reason:  # a contender that cannot run this case drops out, whatever it raised
+                errors[name] = (str(reason).strip() or type(reason).__name__).splitlines()[0][:200]
+        seconds = take_turns(timers, rounds)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return {name: statistics.median(times) for name, times in seconds.items()}, errors
+
+
+def _prepare(attend, which, q, k, v, grad_out):
+    if which == "forward":
+
+        def call():
+            with torch.no_grad():
+                return attend(q, k, v)
+
+        return call, (call(),)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs)
+
+    def call():
+        return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+
+    return call, call()
+
+
+def ceilings(device, rounds=15):
+    """What this device reaches here and now: {"matmul_tflops": a bf16 8192^3 product, "copy_tb_s": a device copy}."""
+    size, copied = (8192, 1 << 30) if device.type == "cuda" else (512, 1 << 24)
+    with side_stream(device):
+        a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        source = torch.empty(copied, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        timers = {"matmul": Timer(lambda: a @ b, device), "copy": Timer(lambda: target.copy_(source), device)}
+        medians = {name: statistics.median(times) for name, times in take_turns(timers, rounds).items()}
+    return {
+        "matmul_tflops": round(2 * size**3 / medians["matmul"] / 1e12, 2),
+        "copy_tb_s": round(2 * copied / medians["copy"] / 1e12, 3),
+    }
+
+
+# ---- python -m hf_flash bench ----------------------------------------------------------------------------------------
+
+
+def default_cases(device, head_dims=None, seqs=None):
+    """Full and causal self-attention over the same number of tokens at every length."""
+    cuda = device.type == "cuda"
+    tokens = 16384 if cuda else 1024
+    head_dims = head_dims or ((64, 80, 128, 256) if cuda else (64, 128))
+    seqs = seqs or ((512, 1024, 2048, 4096, 8192, 16384) if cuda else (128, 256, 512, 1024))
+    dtype = torch.bfloat16 if cuda else torch.float32
+    width = 2048 if cuda else 256
+    for head_dim in head_dims:
+        for causal in (False, True):
+            for seq in seqs:
+                batch, heads = max(1, tokens // seq), max(1, width // head_dim)
+                yield Case(head_dim, seq, batch, heads, causal=causal, dtype=dtype)
+
+
+def progress(items, **options):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, **options)
+
+
+def draw(rows, path, title):
+    """One plot per pass, mask and head dim: TFLOP/s against the length, a line per contender."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = sorted(
+        {(row["pass"], row["head_dim"], row["causal"]) for row in rows}, key=lambda p: (p[0] != "forward", *p)
+    )
+    columns = max(1, len({p[1:] for p in panels}))
+    lines = max(1, len(panels) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(3.2 * columns, 2.9 * lines), squeeze=False)
+    names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
+    for axis, (which, head_dim, causal) in zip(axes.flat, panels):
+        chosen = [row for row in rows if (row["pass"], row["head_dim"], row["causal"]) == (which, head_dim, causal)]
+        for index, name in enumerate(names):
+            points = sorted((row["seq"], row["tflops"][name]) for row in chosen if name in row["tflops"])
+            if points:
+                strong = {"linewidth": 2.5, "zorder": 3} if name == "hf_flash" else {"linewidth": 1.2}
+                axis.plot(*zip(*points), marker="o", markersize=3, label=name, color=f"C{index}", **strong)
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{which}, head dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens a sequence", fontsize=8)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s", fontsize=8)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout(rect=(0, 0.04 + 0.02 / lines, 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def table(rows):
+    """The rows as text, a column per contender, the fastest of each row marked."""
+    names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
+    lines = [f"{'pass':<9}{'head dim':>9}{'mask':>8}{'tokens':>8}{'batch':>6}" + "".join(f"{n:>19}" for n in names)]
+    for row in rows:
+        mask = "causal" if row["causal"] else "full"
+        best = max(row["tflops"].values(), default=0)
+        cells = []
+        for name in names:
+            value = row["tflops"].get(name)
+            cells.append(f"{'-' if value is None else f'{value:.4g}' + ('*' if value == best else ' '):>19}")
+        head = f"{row['pass']:<9}{row['head_dim']:>9}{mask:>8}{row['seq']:>8}{row['batch']:>6}"
+        lines.append(head + "".join(cells))
+    return "\n".join(lines)
+
+
+def row_of(case, which, seconds):
+    """One measured cell, as the record keeps it."""
+    return {
+        "pass": which,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "head_dim": case.head_dim,
+        "causal": case.causal,
+        "batch": len(case.lengths) or case.batch,
+        "seq": case.seq,
+        "heads": case.heads,
+        "kv_heads": case.key_heads,
+        **({"varlen": True, "tokens": sum(case.lengths)} if case.lengths else {}),
+        "tflops": {name: float(f"{case.flops(which) / s / 1e12:.4g}") for name, s in seconds.items()},
+    }
+
+
+def integers(text):
+    return [int(word) for word in text.split(",")]
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m hf_flash bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--head-dims", type=integers, help="for instance 64,128")
+    parser.add_argument("--seqs", type=integers, help="tokens a sequence, for instance 512,4096")
+    parser.add_argument("--passes", default="forward,backward")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plot", default="hf_flash_bench.png", help="file for the plot; empty: none")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    limits = ceilings(device, 5)
+    print(f"{name}, torch {torch.__version__}: a bf16 product reaches {limits['matmul_tflops']} TFLOP/s,", end=" ")
+    print(f"a copy {limits['copy_tb_s']} TB/s")
+    work = [(w, c) for w in options.passes.split(",") for c in default_cases(device, options.head_dims, options.seqs)]
+    rows, reasons = [], {}
+    bar = progress(work, unit="case")
+    for which, case in bar:
+        if hasattr(bar, "set_description"):
+            bar.set_description(f"{which} {case.head_dim} x {case.seq}")
+        seconds, errors = measure(case, which, device, rounds=options.rounds)
+        rows.append(row_of(case, which, seconds))
+        reasons |= {n: e for n, e in errors.items() if n not in seconds}
+    print(f"TFLOP/s, median of {options.rounds} rounds in random order, * the fastest")
+    print(table(rows))
+    for contender, reason in reasons.items():
+        print(f"{contender} left out somewhere: {reason if isinstance(reason, str) else f'wrong by {reason:.1%}'}")
+    if options.plot:
+        try:
+            draw(rows, options.plot, f"{name}, torch {torch.__version__}")
+            print(f"plot: {options.plot}")
+        except ImportError:
+            print("no plot: pip install matplotlib")
+    return 0
