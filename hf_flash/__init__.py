@@ -1,0 +1,37 @@
+"""Exact, fused, memory-linear attention for Hugging Face models that are already loaded."""
+
+import importlib
+
+from .attention import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from .kvcache import flash_attn_with_kvcache
+from .padding import index_first_axis, pad_input, unpad_input
+
+__version__ = "0.1.0"
+_PATCHING = ("patch_model", "unpatch_model", "report")  # these need transformers, so they are imported when asked for
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "index_first_axis",
+    "pad_input",
+    "unpad_input",
+    *_PATCHING,
+]
+
+
+def __getattr__(name):
+    if name in _PATCHING:
+        return getattr(importlib.import_module(".patching", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

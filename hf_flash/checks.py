@@ -1,0 +1,212 @@
+"""Argument checks of the public functions: before any launch, naming the argument, its shape and the remedy.
+
+Checks of values that lie on a GPU would make the host wait, so offsets are checked there by an asynchronous assertion,
+once for each tensor of offsets.
+"""
+
+import torch
+
+_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+_CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+def autocast(*tensors):
+    """Under torch.autocast, attention runs in autocast's dtype, as PyTorch's own does; otherwise nothing changes."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == dtype or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _shape(x):
+    return tuple(x.shape)
+
+
+def _common(q, k, v):
+    """Whether dtype, device, heads and head_dim fit together."""
+    dtype, device, q_shape, k_shape = q.dtype, q.device, q.shape, k.shape
+    return (
+        k.dtype == dtype
+        and v.dtype == dtype
+        and (dtype in _CUDA_DTYPES or (dtype in _CPU_DTYPES and not q.is_cuda))
+        and k.device == device
+        and v.device == device
+        and k_shape == v.shape
+        and k_shape[-1] == q_shape[-1]
+        and 0 < q_shape[-1] <= MAX_HEAD_DIM
+        and k_shape[-2] > 0
+        and q_shape[-2] % k_shape[-2] == 0
+    )
+
+
+def _explain(q, k, v):
+    """Raises the error of inputs that `_common` refused."""
+    if not (q.device == k.device == v.device):
+        raise ValueError(
+            f"q is on {q.device}, k on {k.device}, v on {v.device}: move them to one device with .to(q.device)"
+        )
+    if not (q.dtype == k.dtype == v.dtype):
+        raise TypeError(
+            f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them to one dtype, for example k.to(q.dtype), "
+            "or run under torch.autocast"
+        )
+    if q.dtype not in _CPU_DTYPES:
+        raise TypeError(f"q, k and v are {q.dtype}: attention takes bfloat16 and float16 (on the CPU also float32)")
+    if q.is_cuda and q.dtype not in _CUDA_DTYPES:
+        raise TypeError(
+            f"q, k and v are {q.dtype}: the CUDA kernels take bfloat16 and float16; cast them with .to(torch.bfloat16) "
+            "or run under torch.autocast('cuda', torch.bfloat16)"
+        )
+    head_dim = q.shape[-1]
+    if k.shape[-1] != head_dim or v.shape[-1] != head_dim:
+        raise ValueError(
+            f"head_dim differs: q {_shape(q)}, k {_shape(k)}, v {_shape(v)}; pad the narrower ones with zeros to one "
+            "head_dim and give softmax_scale"
+        )
+    if k.shape != v.shape:
+        raise ValueError(f"k {_shape(k)} and v {_shape(v)} must have one shape")
+    if head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"q {_shape(q)}: head_dim {head_dim} is larger than {MAX_HEAD_DIM}; use "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    if head_dim == 0 or k.shape[-2] == 0:
+        raise ValueError(f"q {_shape(q)}, k {_shape(k)}: heads and head_dim must not be 0")
+    raise ValueError(
+        f"q {_shape(q)} has {q.shape[-2]} heads, k {_shape(k)} has {k.shape[-2]}: heads must be a multiple of "
+        "kv_heads. The axes are (batch, seq, heads, head_dim); transpose(1, 2) if yours are (batch, heads, seq, head_dim)"
+    )
+
+
+def dense(q, k, v):
+    """q (batch, seq_q, heads, head_dim), k and v (batch, seq_k, kv_heads, head_dim)."""
+    if not (q.dim() == 4 and k.dim() == 4 and v.dim() == 4):
+        raise ValueError(
+            f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)} must be (batch, seq, heads, head_dim); for packed sequences "
+            "(total, heads, head_dim) call flash_attn_varlen_func"
+        )
+    if not _common(q, k, v):
+        _explain(q, k, v)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"batch differs: q {_shape(q)}, k {_shape(k)}; expand or repeat the smaller one")
+
+
+def varlen(q, k, v):
+    """q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim)."""
+    if not (q.dim() == 3 and k.dim() == 3 and v.dim() == 3):
+        raise ValueError(
+            f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)} must be (total, heads, head_dim), all tokens in a row; "
+            "unpad_input makes that of a padded batch"
+        )
+    if not _common(q, k, v):
+        _explain(q, k, v)
+
+
+def packed(x, name, parts, dims):
+    """x (..., parts, heads, head_dim) with dims axes."""
+    if x.dim() != dims or x.shape[-3] != parts:
+        lead = "batch, seq" if dims == 5 else "total"
+        raise ValueError(f"{name} {_shape(x)} must be ({lead}, {parts}, heads, head_dim)")
+
+
+def paged(q, k, v, block_table):
+    """q (total_q, heads, head_dim) or (batch, seq, heads, head_dim); k and v (pages, page_size, kv_heads, head_dim)."""
+    if k.dim() != 4 or v.dim() != 4:
+        raise ValueError(
+            f"with block_table k {_shape(k)} and v {_shape(v)} must be (num_pages, page_size, kv_heads, head_dim)"
+        )
+    if not _common(q, k, v):
+        _explain(q, k, v)
+    if block_table.dim() != 2:
+        raise ValueError(f"block_table {_shape(block_table)} must be (batch, pages per sequence)")
+    return indices(block_table, "block_table", q.device)
+
+
+def window(window_size, causal):
+    """(left, right) with -1 for no limit; causal sets right to 0."""
+    left, right = window_size
+    return (left if left >= 0 else -1), (0 if causal else right if right >= 0 else -1)
+
+
+def scalars(dropout_p, softcap):
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p}: it must be at least 0 and below 1")
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}: it must be positive, or 0 for none")
+
+
+def length(value, name):
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    if value is None:
+        raise ValueError(f"{name} is None: give the longest length as an int, for example unpad_input's max_seqlen")
+    return int(value)
+
+
+def indices(x, name, device):
+    """An index tensor as the kernels want it: int32, on q's device, last axis contiguous."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}: it must be an int32 tensor on {device}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, q on {device}: move it once with .to(q.device)")
+    if x.dtype != torch.int32:
+        if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+            raise TypeError(f"{name} is {x.dtype}: it must be int32")
+        x = x.to(torch.int32)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def alibi(slopes, heads, batch, device):
+    """(heads,) or (batch, heads), fp32, contiguous."""
+    if slopes.device != device:
+        raise ValueError(f"alibi_slopes is on {slopes.device}, q on {device}: move it once with .to(q.device)")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes {_shape(slopes)} must be ({heads},) or ({batch}, {heads}): heads, or batch and heads"
+        )
+    return slopes.to(torch.float32).contiguous()
+
+
+def _offsets(x, name, q):
+    if x is None:
+        raise ValueError(f"{name} is None: give the (batch + 1) offsets, for example unpad_input's cu_seqlens")
+    x = indices(x, name, q.device)
+    if x.dim() != 1 or x.shape[0] < 1:
+        raise ValueError(f"{name} {_shape(x)} must have one axis of batch + 1 offsets")
+    return x
+
+
+def _assert_later(x, longest):
+    """Asks the GPU to check ascending offsets and lengths, once for each tensor; costs no wait."""
+    stamp = (x._version, longest)
+    if getattr(x, "_hf_flash_checked", None) == stamp:
+        return
+    lengths = x[1:] - x[:-1]
+    fine = (x[0] == 0) & (lengths >= 0).all() & (lengths <= longest).all()
+    torch._assert_async(fine, "hf_flash: cu_seqlens must ascend from 0 in steps of at most max_seqlen")
+    x._hf_flash_checked = stamp
+
+
+def offsets(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    """Both offset tensors, int32. On the CPU their values are checked by the backend, which reads them anyway."""
+    same = cu_seqlens_q is cu_seqlens_k
+    cu_seqlens_q = _offsets(cu_seqlens_q, "cu_seqlens_q", q)
+    cu_seqlens_k = cu_seqlens_q if same else _offsets(cu_seqlens_k, "cu_seqlens_k", q)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q {_shape(cu_seqlens_q)} and cu_seqlens_k {_shape(cu_seqlens_k)} name different batch sizes"
+        )
+    if q.is_cuda and cu_seqlens_q.shape[0] > 1 and not torch.compiler.is_compiling():
+        _assert_later(cu_seqlens_q, max_seqlen_q)
+        if not same or max_seqlen_k != max_seqlen_q:
+            _assert_later(cu_seqlens_k, max_seqlen_k)
+    return cu_seqlens_q, cu_seqlens_k
+
+
+def returned(out, lse, return_attn_probs, return_lse):
+    """What flash-attn returns, or (out, lse) for return_lse."""
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out

@@ -1,0 +1,223 @@
+"""torch.ops.hf_flash.{forward, backward, decode}: schemas, fakes, and their CUDA and CPU kernels.
+
+Arguments have been checked by the public functions (hf_flash.attention, hf_flash.kvcache). On CUDA, and on the CPU when
+the library is the host emulator, bf16 and fp16 go to libhf_flash.so; anything else on the CPU goes to hf_flash.cpu.
+"""
+
+import torch
+
+from . import cpu, library
+
+_SEQUENCES = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? used_k, Tensor? leftpad_k"
+_SETTINGS = (
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
+    "float dropout_p"
+)
+
+_definitions = torch.library.Library("hf_flash", "DEF")
+_definitions.define(
+    f"forward(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, Tensor? cache_batch_idx, Tensor? block_table, "
+    f"Tensor? alibi_slopes, Tensor? rng_state, {_SETTINGS}) -> (Tensor, Tensor)"
+)
+_definitions.define(
+    f"backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SEQUENCES}, "
+    f"Tensor? alibi_slopes, Tensor? rng_state, {_SETTINGS}, bool deterministic, int packing, bool[3] wanted) "
+    "-> Tensor[]"
+)
+_definitions.define(
+    "decode(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
+    "Tensor? alibi_slopes, float scale, int window_left, int window_right, float softcap, bool rotary_interleaved, "
+    "int num_splits) -> (Tensor, Tensor)"
+)
+
+
+def _lse_shape(q, packed):
+    return (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def _lse_dtype(q):
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _tensor(x):
+    """A tensor as HfFlashTensor; packed ones, (rows, heads, head_dim), have batch stride 0."""
+    strides = x.stride()
+    if len(strides) == 4:
+        return x.data_ptr(), strides[0], strides[1], strides[2]
+    return x.data_ptr(), 0, strides[0], strides[1]
+
+
+def _params(
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, alibi_slopes, rng_state, max_seqlen_q,
+    max_seqlen_k, scale, window_left, window_right, softcap, dropout_p,
+):  # fmt: skip
+    """What forward and backward share. The caller keeps the tensors alive."""
+    p = library.HfFlashParams()
+    p.q, p.k, p.v, p.out = _tensor(q), _tensor(k), _tensor(v), _tensor(out)
+    p.lse = lse.data_ptr()
+    q_shape, k_shape = q.shape, k.shape
+    if cu_seqlens_q is None:
+        p.batch, p.seq_q = q_shape[0], q_shape[1]
+        p.lse_batch_stride, p.lse_head_stride, _ = lse.stride()
+    else:
+        p.cu_seqlens_q = cu_seqlens_q.data_ptr()
+        p.batch, p.seq_q, p.total_q = cu_seqlens_q.shape[0] - 1, max_seqlen_q, q_shape[0]
+        p.lse_head_stride = lse.stride(0)
+    if cu_seqlens_k is None:
+        p.seq_k = k_shape[1]
+    else:
+        p.cu_seqlens_k = cu_seqlens_k.data_ptr()
+        p.seq_k, p.total_k = max_seqlen_k, k_shape[0]
+    if used_k is not None:
+        p.used_k = used_k.data_ptr()
+    if leftpad_k is not None:
+        p.leftpad_k = leftpad_k.data_ptr()
+    if alibi_slopes is not None:
+        p.alibi_slopes = alibi_slopes.data_ptr()
+        if alibi_slopes.dim() == 2:
+            p.alibi_batch_stride = alibi_slopes.stride(0)
+    if dropout_p > 0:
+        p.rng_state, p.dropout_p = rng_state.data_ptr(), dropout_p
+    p.dtype = library.DTYPES[q.dtype]
+    p.heads, p.kv_heads, p.head_dim = q_shape[-2], k_shape[-2], q_shape[-1]
+    p.window_left, p.window_right = window_left, window_right
+    p.scale, p.softcap = scale, softcap
+    return p
+
+
+def _forward_kernel(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, cache_batch_idx, block_table, alibi_slopes, rng_state,
+    *settings,
+):  # fmt: skip
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(_lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return out, lse
+    if k.numel() == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    p = _params(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, alibi_slopes, rng_state, *settings)
+    if cache_batch_idx is not None:
+        p.cache_batch_idx = cache_batch_idx.data_ptr()
+    if block_table is not None:
+        p.block_table, p.block_table_stride = block_table.data_ptr(), block_table.stride(0)
+        p.page_size, p.seq_k = k.shape[1], block_table.shape[1] * k.shape[1]
+    library.run(library.FORWARD, p, q.device)
+    return out, lse
+
+
+def _forward_cpu(q, k, v, *rest):
+    if q.dtype in library.DTYPES and library.emulated():
+        return _forward_kernel(q, k, v, *rest)
+    return cpu.forward(q, k, v, *rest[:8], *rest[10:])
+
+
+def _gradients(q, k, v, packing, wanted, empty):
+    """The tensors to return, and (dq, dk, dv) as views of them or None. packing 2: k and v are one tensor, 3: q too."""
+    if packing == 3:
+        packed = empty(q.shape[:-2] + (3,) + q.shape[-2:], dtype=q.dtype, device=q.device)
+        return [packed], packed.unbind(-3)
+    dq = empty(q.shape, dtype=q.dtype, device=q.device) if wanted[0] else None
+    if packing == 2:
+        packed = empty(k.shape[:-2] + (2,) + k.shape[-2:], dtype=k.dtype, device=k.device) if wanted[1] else None
+        views = (dq, None, None) if packed is None else (dq, *packed.unbind(-3))
+        return [x for x in (dq, packed) if x is not None], views
+    dk, dv = (empty(x.shape, dtype=x.dtype, device=x.device) if w else None for x, w in zip((k, v), wanted[1:]))
+    return [x for x in (dq, dk, dv) if x is not None], (dq, dk, dv)
+
+
+def _backward_kernel(
+    grad_out, grad_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, alibi_slopes, rng_state,
+    *settings,
+):  # fmt: skip
+    *settings, deterministic, packing, wanted = settings
+    nothing = q.numel() == 0 or k.numel() == 0
+    # Keys outside used_k and leftpad_k belong to no tile, so nobody else zeroes their gradients.
+    empty = torch.zeros if nothing or used_k is not None or leftpad_k is not None else torch.empty
+    grads, (dq, dk, dv) = _gradients(q, k, v, packing, wanted, empty)
+    if nothing or not grads:
+        return grads
+    p = _params(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, alibi_slopes, rng_state, *settings)
+    p.grad_out = _tensor(grad_out)
+    if dq is not None:
+        p.grad_q = _tensor(dq)
+    if dk is not None:
+        p.grad_k = _tensor(dk)
+    if dv is not None:
+        p.grad_v = _tensor(dv)
+    if grad_lse is not None:
+        p.grad_lse = grad_lse.data_ptr()
+    p.deterministic = deterministic
+    library.run(library.BACKWARD, p, q.device)
+    return grads
+
+
+def _backward_cpu(grad_out, grad_lse, q, k, v, out, lse, *rest):
+    if q.dtype in library.DTYPES and library.emulated():
+        return _backward_kernel(grad_out, grad_lse, q, k, v, out, lse, *rest)
+    *rest, _, packing, wanted = rest
+    grads, views = _gradients(q, k, v, packing, wanted, torch.empty)
+    cpu.backward(grad_out, grad_lse, q, k, v, out, lse, *rest[:6], *rest[8:], *views)
+    return grads
+
+
+def _decode_kernel(
+    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+    alibi_slopes, scale, window_left, window_right, softcap, rotary_interleaved, num_splits,
+):  # fmt: skip
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(_lse_shape(q, False), dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return out, lse
+    p = _params(
+        q, k_cache, v_cache, out, lse, None, None, cache_seqlens, cache_leftpad, alibi_slopes, None, 0, 0, scale,
+        window_left, window_right, softcap, 0.0,
+    )  # fmt: skip
+    if cache_batch_idx is not None:
+        p.cache_batch_idx = cache_batch_idx.data_ptr()
+    if block_table is not None:
+        p.block_table, p.block_table_stride = block_table.data_ptr(), block_table.stride(0)
+        p.page_size, p.seq_k = k_cache.shape[1], block_table.shape[1] * k_cache.shape[1]
+    if k is not None:
+        p.new_k, p.new_v, p.seq_new = _tensor(k), _tensor(v), k.shape[1]
+    if rotary_cos is not None:
+        p.rotary_cos, p.rotary_sin = rotary_cos.data_ptr(), rotary_sin.data_ptr()
+        p.rotary_dim, p.rotary_interleaved = 2 * rotary_cos.shape[1], rotary_interleaved
+    p.num_splits = num_splits
+    library.run(library.DECODE, p, q.device)
+    return out, lse
+
+
+def _decode_cpu(q, *rest):
+    if q.dtype in library.DTYPES and library.emulated():
+        return _decode_kernel(q, *rest)
+    return cpu.decode(q, *rest[:-1])
+
+
+for _name, _kernel, _cpu in (
+    ("forward", _forward_kernel, _forward_cpu),
+    ("backward", _backward_kernel, _backward_cpu),
+    ("decode", _decode_kernel, _decode_cpu),
+):
+    _definitions.impl(_name, _kernel, "CUDA")
+    _definitions.impl(_name, _cpu, "CPU")
+
+
+@torch.library.register_fake("hf_flash::forward", lib=_definitions)
+def _(q, k, v, cu_seqlens_q, *rest):
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q, cu_seqlens_q is not None), dtype=_lse_dtype(q))
+
+
+@torch.library.register_fake("hf_flash::backward", lib=_definitions)
+def _(grad_out, grad_lse, q, k, v, *rest):
+    return _gradients(q, k, v, rest[-2], rest[-1], torch.empty)[0]
+
+
+@torch.library.register_fake("hf_flash::decode", lib=_definitions)
+def _(q, *rest):
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q, False), dtype=_lse_dtype(q))
+
+
+forward = torch.ops.hf_flash.forward.default
+backward = torch.ops.hf_flash.backward.default
+decode = torch.ops.hf_flash.decode.default
