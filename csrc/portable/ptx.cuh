@@ -10,6 +10,14 @@ namespace hf_flash {
 
 HF_DEVICE uint32_t shared_address(const void* smem) { return static_cast<uint32_t>(__cvta_generic_to_shared(smem)); }
 
+// x, of which the compiler knows nothing: keeps it from turning the addition of constants to an address, which the
+// memory instructions do for free, into bit operations of its own.
+HF_DEVICE int opaque(int x) {
+  int y;
+  asm("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // acc (16, 8) += a (16, 16) * b (16, 8), of one warp. With g = lane / 4 and t = lane % 4 a lane holds
 //   acc: rows {g, g, g + 8, g + 8}, columns 2t + {0, 1, 0, 1};
 //   a:   pairs of columns 2t + {0, 1} at (row g), (row g + 8), (row g, columns + 8), (row g + 8, columns + 8);

@@ -5,6 +5,8 @@
 // four banks: chunk c of row r is stored at c ^ swizzle(r). Rows of 8n chunks permute eight chunks by r % 8; rows of
 // 8n + 4 or 8n + 2 chunks already fall on two or four bank groups and permute only four or two.
 #pragma once
+#include <type_traits>
+
 #include "ptx.cuh"
 
 namespace hf_flash {
@@ -29,8 +31,8 @@ template <int kColumns> struct TileLayout {
   // written so that all but a few values per lane are immediates.
   static HF_DEVICE int block_offset(int row, int column, int lane_row, int lane_chunk) {
     const int chunk = column / 8, low = chunk & (kPermuted - 1);
-    return row * kRowBytes + (chunk - low) * 16 + lane_row * kRowBytes +
-           ((low * 16) ^ ((lane_chunk ^ swizzle(lane_row)) * 16));
+    return opaque(lane_row * kRowBytes + ((low * 16) ^ ((lane_chunk ^ swizzle(lane_row)) * 16))) + row * kRowBytes +
+           (chunk - low) * 16;
   }
 };
 
@@ -65,15 +67,17 @@ template <int kColumns> HF_DEVICE void load_b_transposed(uint32_t (&b)[4], const
 // ---- Copies. A row is cut into panels of 8, then 4 or 2 chunks; kThreads threads take a panel's chunks side by side
 // (128-byte transactions where the row allows), so that a thread's swizzle and column stay fixed.
 
-// Calls visit(row, chunk, step) for this thread's chunks of a tile: first row and chunk of each panel, with rows
-// row, row + step, ... left to visit.
+// Calls visit(row, chunk, width, panels) for each panel width: this thread visits rows row, row + kThreads / width, ...
+// and in each the chunks chunk, chunk + width, ... of `panels` panels.
 template <int kColumns, int kThreads, int kFirstChunk = 0, class Visit> HF_DEVICE void for_each_panel(Visit visit) {
   constexpr int kLeft = TileLayout<kColumns>::kChunks - kFirstChunk;
   if constexpr (kLeft > 0) {
-    constexpr int kWidth = kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : 2;
+    constexpr int kWidth = kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : 2, kPanels = kLeft / kWidth;
     static_assert(kThreads % (kWidth * 8) == 0, "a thread's rows must share one swizzle: the step is a multiple of 8");
-    visit(int(threadIdx.x) % kThreads / kWidth, kFirstChunk + int(threadIdx.x) % kWidth, kThreads / kWidth);
-    for_each_panel<kColumns, kThreads, kFirstChunk + kWidth>(visit);
+    const int thread = int(threadIdx.x) % kThreads;
+    visit(thread / kWidth, kFirstChunk + thread % kWidth, std::integral_constant<int, kWidth>{},
+          std::integral_constant<int, kPanels>{});
+    for_each_panel<kColumns, kThreads, kFirstChunk + kPanels * kWidth>(visit);
   }
 }
 
@@ -81,15 +85,21 @@ template <int kColumns, int kThreads, int kFirstChunk = 0, class Visit> HF_DEVIC
 // zeroed without being read. The caller commits and waits. Threads: kThreads, numbered by threadIdx.x % kThreads.
 template <int kRows, int kColumns, int kThreads, class Element>
 HF_DEVICE void copy_tile_async(char* tile, const Element* source, int64_t row_stride, int rows, int columns) {
-  for_each_panel<kColumns, kThreads>([&](int row, int chunk, int step) {
-    const bool column_valid = chunk * 8 < columns;
-    const Element* from = source + row * row_stride + chunk * 8;
-    char* to = tile + TileLayout<kColumns>::chunk_offset(row, chunk);
+  for_each_panel<kColumns, kThreads>([&](int row, int chunk, auto width, auto panels) {
+    constexpr int kStep = kThreads / width.value;
+    const char* from = reinterpret_cast<const char*>(source + row * row_stride + chunk * 8);
+    char* const to = tile + opaque(TileLayout<kColumns>::chunk_offset(row, chunk));
     HF_UNROLL
-    for (int i = 0; i < ceil_div(kRows, step); ++i) {
-      if (kRows % step == 0 || row + i * step < kRows)
-        copy_async_16(to + i * step * TileLayout<kColumns>::kRowBytes, from, column_valid && row + i * step < rows);
-      from += step * row_stride;
+    for (int i = 0; i < ceil_div(kRows, kStep); ++i) {
+      const bool row_valid = row + i * kStep < rows;
+      HF_UNROLL
+      for (int panel = 0; panel < panels.value; ++panel) {
+        const int skip = panel * width.value;
+        if (kRows % kStep == 0 || row + i * kStep < kRows)
+          copy_async_16(to + i * kStep * TileLayout<kColumns>::kRowBytes + skip * 16, from + skip * 16,
+                        row_valid && (chunk + skip) * 8 < columns);
+      }
+      from += kStep * row_stride * int(sizeof(Element));
     }
   });
 }
@@ -97,12 +107,17 @@ HF_DEVICE void copy_tile_async(char* tile, const Element* source, int64_t row_st
 // The same where the place of a row is looked up: row_source(row) -> const Element* is called for valid rows only.
 template <int kRows, int kColumns, int kThreads, class RowSource>
 HF_DEVICE void copy_rows_async(char* tile, RowSource row_source, int rows, int columns) {
-  for_each_panel<kColumns, kThreads>([&](int row, int chunk, int step) {
-    char* to = tile + TileLayout<kColumns>::chunk_offset(row, chunk);
+  for_each_panel<kColumns, kThreads>([&](int row, int chunk, auto width, auto panels) {
+    constexpr int kStep = kThreads / width.value;
     HF_NO_UNROLL
-    for (; row < kRows; row += step, to += step * TileLayout<kColumns>::kRowBytes) {
-      const bool valid = row < rows && chunk * 8 < columns;
-      copy_async_16(to, row_source(valid ? row : 0) + chunk * 8, valid);
+    for (; row < kRows; row += kStep) {
+      const auto* from = row_source(row < rows ? row : 0) + chunk * 8;
+      char* const to = tile + TileLayout<kColumns>::chunk_offset(row, chunk);
+      HF_UNROLL
+      for (int panel = 0; panel < panels.value; ++panel) {
+        const int skip = panel * width.value;
+        copy_async_16(to + skip * 16, from + skip * 8, row < rows && (chunk + skip) * 8 < columns);
+      }
     }
   });
 }
@@ -110,16 +125,20 @@ HF_DEVICE void copy_rows_async(char* tile, RowSource row_source, int rows, int c
 // Writes a tile's first `rows` rows and `columns` columns to global memory, 16 bytes at a time.
 template <int kRows, int kColumns, int kThreads, class Element>
 HF_DEVICE void store_tile(Element* destination, int64_t row_stride, const char* tile, int rows, int columns) {
-  for_each_panel<kColumns, kThreads>([&](int row, int chunk, int step) {
-    if (chunk * 8 >= columns) return;
-    Element* to = destination + row * row_stride + chunk * 8;
-    const char* from = tile + TileLayout<kColumns>::chunk_offset(row, chunk);
+  for_each_panel<kColumns, kThreads>([&](int row, int chunk, auto width, auto panels) {
+    constexpr int kStep = kThreads / width.value;
+    char* to = reinterpret_cast<char*>(destination + row * row_stride + chunk * 8);
+    const char* const from = tile + opaque(TileLayout<kColumns>::chunk_offset(row, chunk));
     HF_UNROLL
-    for (int i = 0; i < ceil_div(kRows, step); ++i) {
-      if (row + i * step < (kRows < rows ? kRows : rows))
-        *reinterpret_cast<uint4*>(to) =
-            *reinterpret_cast<const uint4*>(from + i * step * TileLayout<kColumns>::kRowBytes);
-      to += step * row_stride;
+    for (int i = 0; i < ceil_div(kRows, kStep); ++i) {
+      HF_UNROLL
+      for (int panel = 0; panel < panels.value; ++panel) {
+        const int skip = panel * width.value;
+        if (row + i * kStep < (kRows < rows ? kRows : rows) && (chunk + skip) * 8 < columns)
+          *reinterpret_cast<uint4*>(to + skip * 16) = *reinterpret_cast<const uint4*>(
+              from + i * kStep * TileLayout<kColumns>::kRowBytes + skip * 16);
+      }
+      to += kStep * row_stride * int(sizeof(Element));
     }
   });
 }
