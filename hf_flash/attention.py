@@ -234,7 +234,8 @@ def _varlen(
     checks.scalars(dropout_p, softcap)
     max_seqlen_q = checks.length(max_seqlen_q, "max_seqlen_q")
     max_seqlen_k = checks.length(max_seqlen_k, "max_seqlen_k")
-    cu_seqlens_q, cu_seqlens_k = checks.offsets(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    total_k = None if block_table is not None else q.shape[0] if k is None else k.shape[0]
+    cu_seqlens_q, cu_seqlens_k = checks.offsets(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, total_k)
     batch = cu_seqlens_q.shape[0] - 1
     if alibi_slopes is not None:
         alibi_slopes = checks.alibi(alibi_slopes, q.shape[-2], batch, q.device)

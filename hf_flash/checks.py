@@ -76,7 +76,7 @@ def _explain(q, k, v):
         raise ValueError(f"q {_shape(q)}, k {_shape(k)}: heads and head_dim must not be 0")
     raise ValueError(
         f"q {_shape(q)} has {q.shape[-2]} heads, k {_shape(k)} has {k.shape[-2]}: heads must be a multiple of "
-        "kv_heads. The axes are (batch, seq, heads, head_dim); transpose(1, 2) if yours are (batch, heads, seq, head_dim)"
+        "kv_heads. The axes are (batch, seq, heads, head_dim): transpose(1, 2) what is (batch, heads, seq, head_dim)"
     )
 
 
@@ -178,19 +178,26 @@ def _offsets(x, name, q):
     return x
 
 
-def _assert_later(x, longest):
-    """Asks the GPU to check ascending offsets and lengths, once for each tensor; costs no wait."""
-    stamp = (x._version, longest)
+def _check_offsets(x, name, longest, total):
+    """Checks the values of offsets once for each tensor; on a GPU asynchronously, as an assertion of the device."""
+    stamp = (x._version, longest, total)
     if getattr(x, "_hf_flash_checked", None) == stamp:
         return
-    lengths = x[1:] - x[:-1]
-    fine = (x[0] == 0) & (lengths >= 0).all() & (lengths <= longest).all()
-    torch._assert_async(fine, "hf_flash: cu_seqlens must ascend from 0 in steps of at most max_seqlen")
+    if x.is_cuda:
+        lengths = x[1:] - x[:-1]
+        fine = (x[0] == 0) & (x[-1] <= total) & (lengths >= 0).all() & (lengths <= longest).all()
+        torch._assert_async(fine, f"hf_flash: {name} must ascend from 0 to at most {total} in steps of max {longest}")
+    else:
+        at = x.tolist()
+        if at[0] != 0 or at[-1] > total or any(b < a for a, b in zip(at, at[1:])):
+            raise ValueError(f"{name} {at} must ascend from 0 to at most {total}, the number of rows")
+        if any(b - a > longest for a, b in zip(at, at[1:])):
+            raise ValueError(f"{name} {at} has a sequence longer than max_seqlen {longest}: give the longest length")
     x._hf_flash_checked = stamp
 
 
-def offsets(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-    """Both offset tensors, int32. On the CPU their values are checked by the backend, which reads them anyway."""
+def offsets(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, total_k):
+    """Both offset tensors, int32, checked. total_k: rows of k, None for pages."""
     same = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q = _offsets(cu_seqlens_q, "cu_seqlens_q", q)
     cu_seqlens_k = cu_seqlens_q if same else _offsets(cu_seqlens_k, "cu_seqlens_k", q)
@@ -198,10 +205,10 @@ def offsets(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         raise ValueError(
             f"cu_seqlens_q {_shape(cu_seqlens_q)} and cu_seqlens_k {_shape(cu_seqlens_k)} name different batch sizes"
         )
-    if q.is_cuda and cu_seqlens_q.shape[0] > 1 and not torch.compiler.is_compiling():
-        _assert_later(cu_seqlens_q, max_seqlen_q)
-        if not same or max_seqlen_k != max_seqlen_q:
-            _assert_later(cu_seqlens_k, max_seqlen_k)
+    if not torch.compiler.is_compiling():
+        _check_offsets(cu_seqlens_q, "cu_seqlens_q", max_seqlen_q, q.shape[0])
+        if not same or max_seqlen_k != max_seqlen_q or total_k != q.shape[0]:
+            _check_offsets(cu_seqlens_k, "cu_seqlens_k", max_seqlen_k, 2**31 - 1 if total_k is None else total_k)
     return cu_seqlens_q, cu_seqlens_k
 
 

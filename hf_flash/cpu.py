@@ -8,7 +8,7 @@ import ctypes
 
 import torch
 
-from .reference import dropout_keep, rotate
+from .reference import dropout_keep, rotate_and_append
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -116,7 +116,7 @@ def _forward_one(q, k, v, f, batches):
     if len(pieces) == 1 and not f.plain and pieces[0][:4] == (0, seq_q, 0, seq_k):
         bias = _bias(pieces[0], diagonal, f, batches, dtype)
         out, lse = _fused(q, k, v, 0.0, pieces[0][4] == "causal", attn_mask=bias, scale=f.scale)
-        return out.transpose(1, 2), lse.contiguous()
+        return out.transpose(1, 2).contiguous(), lse.contiguous()
     out = q.new_zeros(batch, seq_q, heads, v.shape[-1])
     lse = torch.full((batch, heads, seq_q), _NEG_INF, dtype=dtype)
     for piece in pieces:
@@ -314,40 +314,6 @@ def backward(
         ):
             if into is not None:
                 (into[first:last] if packed else into[b, first:last]).copy_(grad[0].transpose(0, 1))
-
-
-def append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table):
-    """Writes k and v (batch, seq_new, kv_heads, head_dim) into the cache behind cache_seqlens; any device, no sync."""
-    positions = cache_seqlens.long()[:, None] + torch.arange(k.shape[1], device=k.device)
-    if block_table is not None:
-        rows, positions = (
-            block_table.long().gather(1, positions // k_cache.shape[1]),
-            positions % k_cache.shape[1],
-        )
-    elif cache_batch_idx is not None:
-        rows = cache_batch_idx.long()[:, None]
-    else:
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]
-    k_cache[rows, positions] = k
-    v_cache[rows, positions] = v
-
-
-def rotate_and_append(
-    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-    window_left, window_right, rotary_interleaved,
-):  # fmt: skip
-    """The first half of decode in plain PyTorch; returns (rotated q, keys in use or None for all)."""
-    if k is None:
-        return q, cache_seqlens
-    if rotary_cos is not None:
-        start = cache_seqlens.long() if cache_leftpad is None else cache_seqlens.long() - cache_leftpad.long()
-        positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
-        k = rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
-        # As in flash-attn: with a causal or local mask each query has its own position, else all share the first.
-        steps = torch.arange(q.shape[1], device=q.device) * (window_left >= 0 or window_right >= 0)
-        q = rotate(q, rotary_cos, rotary_sin, start[:, None] + steps, rotary_interleaved)
-    append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table)
-    return q, cache_seqlens + k.shape[1]
 
 
 def decode(

@@ -5,14 +5,17 @@ the library is the host emulator, bf16 and fp16 go to libhf_flash.so; anything e
 """
 
 import torch
+import torch.nn.functional as F
 
-from . import cpu, library
+from . import cpu, library, reference
 
 _SEQUENCES = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? used_k, Tensor? leftpad_k"
 _SETTINGS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
     "float dropout_p"
 )
+
+_DECODE_ROWS = 64  # query rows for each kv head from which the forward kernel serves a cache better
 
 _definitions = torch.library.Library("hf_flash", "DEF")
 _definitions.define(
@@ -38,6 +41,21 @@ def _lse_shape(q, packed):
 
 def _lse_dtype(q):
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _is_aligned(x):
+    """What the kernels ask of memory: a contiguous last axis, rows that start on 16 bytes, no broadcast axis."""
+    *strides, last = x.stride()
+    if last != 1 or x.data_ptr() & 15:
+        return False
+    for stride in strides:
+        if stride & 7 or stride == 0:
+            return False
+    return True
+
+
+def _aligned(x):
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _tensor(x):
@@ -96,6 +114,7 @@ def _forward_kernel(
         return out, lse
     if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     p = _params(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, alibi_slopes, rng_state, *settings)
     if cache_batch_idx is not None:
         p.cache_batch_idx = cache_batch_idx.data_ptr()
@@ -137,6 +156,7 @@ def _backward_kernel(
     grads, (dq, dk, dv) = _gradients(q, k, v, packing, wanted, empty)
     if nothing or not grads:
         return grads
+    q, k, v, grad_out = _aligned(q), _aligned(k), _aligned(v), _aligned(grad_out)
     p = _params(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, alibi_slopes, rng_state, *settings)
     p.grad_out = _tensor(grad_out)
     if dq is not None:
@@ -146,6 +166,7 @@ def _backward_kernel(
     if dv is not None:
         p.grad_v = _tensor(dv)
     if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()  # like lse
         p.grad_lse = grad_lse.data_ptr()
     p.deterministic = deterministic
     library.run(library.BACKWARD, p, q.device)
@@ -165,10 +186,24 @@ def _decode_kernel(
     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
     alibi_slopes, scale, window_left, window_right, softcap, rotary_interleaved, num_splits,
 ):  # fmt: skip
+    head_dim = q.shape[-1]
+    many_rows = q.shape[1] * (q.shape[2] // max(1, k_cache.shape[2])) > _DECODE_ROWS
+    if many_rows or head_dim % 8 or k_cache.numel() == 0 or not (_is_aligned(k_cache) and _is_aligned(v_cache)):
+        q, used = reference.rotate_and_append(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, window_left, window_right, rotary_interleaved,
+        )  # fmt: skip
+        q, k_cache, v_cache = (F.pad(x, (0, -head_dim % 8)) if head_dim % 8 else x for x in (q, k_cache, v_cache))
+        out, lse = _forward_kernel(
+            q, k_cache, v_cache, None, None, used, cache_leftpad, cache_batch_idx, block_table, alibi_slopes, None, 0,
+            0, scale, window_left, window_right, softcap, 0.0,
+        )  # fmt: skip
+        return out[..., :head_dim].contiguous(), lse
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(_lse_shape(q, False), dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
+    q = _aligned(q)
     p = _params(
         q, k_cache, v_cache, out, lse, None, None, cache_seqlens, cache_leftpad, alibi_slopes, None, 0, 0, scale,
         window_left, window_right, softcap, 0.0,
@@ -179,6 +214,7 @@ def _decode_kernel(
         p.block_table, p.block_table_stride = block_table.data_ptr(), block_table.stride(0)
         p.page_size, p.seq_k = k_cache.shape[1], block_table.shape[1] * k_cache.shape[1]
     if k is not None:
+        k, v = _aligned(k), _aligned(v)
         p.new_k, p.new_v, p.seq_new = _tensor(k), _tensor(v), k.shape[1]
     if rotary_cos is not None:
         p.rotary_cos, p.rotary_sin = rotary_cos.data_ptr(), rotary_sin.data_ptr()

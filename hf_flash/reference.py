@@ -1,6 +1,6 @@
 """Attention in plain PyTorch, written for clarity: the oracle of the tests, in any dtype, differentiable by autograd.
 
-It builds the whole matrix of scores. What runs on the CPU in earnest is `hf_flash.cpu`.
+`attention_reference` builds the whole matrix of scores. What runs on the CPU in earnest is `hf_flash.cpu`.
 """
 
 import ctypes
@@ -156,3 +156,37 @@ def rotate(x, cos, sin, positions, interleaved):
     first, second = a * cos - b * sin, a * sin + b * cos
     turned = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
     return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+def append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table):
+    """Writes k and v (batch, seq_new, kv_heads, head_dim) into the cache behind cache_seqlens, without a sync."""
+    positions = cache_seqlens.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+    if block_table is not None:
+        rows, positions = (
+            block_table.long().gather(1, positions // k_cache.shape[1]),
+            positions % k_cache.shape[1],
+        )
+    elif cache_batch_idx is not None:
+        rows = cache_batch_idx.long()[:, None]
+    else:
+        rows = torch.arange(k.shape[0], device=k.device)[:, None]
+    k_cache[rows, positions] = k
+    v_cache[rows, positions] = v
+
+
+def rotate_and_append(
+    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+    window_left, window_right, rotary_interleaved,
+):  # fmt: skip
+    """The first half of decode in plain PyTorch; returns (rotated q, keys in use or None for all)."""
+    if k is None:
+        return q, cache_seqlens
+    if rotary_cos is not None:
+        start = cache_seqlens.long() if cache_leftpad is None else cache_seqlens.long() - cache_leftpad.long()
+        positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
+        k = rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
+        # As in flash-attn: with a causal or local mask each query has its own position, else all share the first.
+        steps = torch.arange(q.shape[1], device=q.device) * (window_left >= 0 or window_right >= 0)
+        q = rotate(q, rotary_cos, rotary_sin, start[:, None] + steps, rotary_interleaved)
+    append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table)
+    return q, cache_seqlens + k.shape[1]
