@@ -7,7 +7,7 @@
 
 Random weights in bf16, text of Python's standard library byte by byte, fused AdamW; a training step is forward,
 backward, clipping and the optimiser, and tokens/s count real tokens only. Each mode has a model of its own, in turns
-that go forth and back over the modes. A mode is a name of an attention (hf_flash is stock sdpa, or eager where sdpa is not
+that go forth and back over the modes. A mode is an attention (hf_flash is stock sdpa, or eager where sdpa is not
 offered, patched) and what is added to it: "+compile", "+liger", "+graphs" or "+static" (generation).
 """
 
@@ -25,7 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
-import corpus  # noqa: E402
+import common  # noqa: E402
 import record as records  # noqa: E402
 import transformers  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -128,14 +128,14 @@ def build(row, mode, device, tiny):
 def training_batch(row, text, step, device):
     """The step's batch, the same for every mode: (keyword arguments of the model, lengths of its documents)."""
     generator = torch.Generator().manual_seed(step)
-    ids = corpus.rows(text, row.batch, row.seq, generator)
-    lengths = corpus.ragged_lengths(row.batch, row.seq, row.fill, generator)
+    ids = common.rows(text, row.batch, row.seq, generator)
+    lengths = common.ragged_lengths(row.batch, row.seq, row.fill, generator)
     mask = torch.arange(row.seq) < lengths[:, None]
     labels = ids.masked_fill(~mask, -100)
     if row.model.startswith("bert"):
         chosen = (torch.rand(ids.shape, generator=generator) < 0.15) & mask
         labels = ids.masked_fill(~chosen, -100)
-        ids = ids.masked_fill(chosen, corpus.EOS)
+        ids = ids.masked_fill(chosen, common.EOS)
     batch = {"input_ids": ids.masked_fill(~mask, 0), "labels": labels}
     if row.task == "packed":
         positions = torch.arange(row.seq).expand_as(ids)
@@ -148,8 +148,8 @@ def training_batch(row, text, step, device):
 
 def prompt_batch(row, text, device):
     generator = torch.Generator().manual_seed(1)
-    ids = corpus.rows(text, row.batch, row.seq, generator)
-    lengths = corpus.ragged_lengths(row.batch, row.seq, row.fill, generator)
+    ids = common.rows(text, row.batch, row.seq, generator)
+    lengths = common.ragged_lengths(row.batch, row.seq, row.fill, generator)
     mask = torch.arange(row.seq) >= row.seq - lengths[:, None]
     return {
         "input_ids": ids.masked_fill(~mask, 0).to(device),
@@ -364,7 +364,7 @@ def main(arguments=None):
         rows = [Row(r.model, r.task, min(r.batch, 2), min(64, r.seq // 32), r.fill) for r in rows]
         rows = list(dict.fromkeys(rows))
     transformers.logging.set_verbosity_error()
-    text = corpus.standard_library()
+    text = common.standard_library()
     began = time.monotonic()
     limits = bench.ceilings(device, 5)
     recorder = records.Recorder(options.output, device.type, limits)

@@ -287,11 +287,10 @@ def features_table(adapters):
 
 
 def adapters():
-    from hf_flash import patches, patching
+    from hf_flash import patching
 
-    del patches  # importing it registers the adapters
-    registered = getattr(patching, "adapters", None) or patching.registered_adapters
-    return list(registered() if callable(registered) else registered)
+    patching.supported_models()  # loads them
+    return list(dict.fromkeys(patching.ADAPTERS.values()))
 
 
 NOT_RECORDED = "Not yet recorded.\n"
