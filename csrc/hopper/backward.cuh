@@ -1,0 +1,445 @@
+// Backward attention for Hopper, head dims up to 128. A block owns 128 keys of one key/value head (two consumer
+// warpgroups, 64 each), loops over the queries that see them, of every query head of the group, and keeps dk and dv in
+// registers.
+//   q, out, grad_out, grad_q (batch, seq_q, heads, head_dim)    k, v, grad_k, grad_v (batch, seq_k, kv_heads, head_dim)
+// Scores and dp are computed transposed (rows are keys), so that P and dS are in registers the A operands of dv and dk.
+// dS also goes to shared memory for dq, which is added to an fp32 buffer in global memory in the order of fragments.
+#pragma once
+#include "../mask.cuh"
+#include "backward_plan.cuh"
+#include "backward_scores.cuh"
+
+namespace hf_flash::hopper {
+
+template <class Element_, int kHeadDim_, int kQueries_, int kPanelWidth_, bool kGeneral_> struct BackwardConfig {
+  using Element = Element_;
+  using OperandTile = Tile<kHeadDim_, kPanelWidth_>;
+  static constexpr int kHeadDim = kHeadDim_, kQueries = kQueries_, kKeys = 128, kPanelWidth = kPanelWidth_;
+  static constexpr bool kGeneral = kGeneral_;      // windows to the left, softcap, ALiBi, dropout
+  static constexpr int kThreads = 384;             // loads and dq's reductions | keys 0 to 63 | keys 64 to 127
+
+  // The launch allots 168 registers a thread, 504 for three; the sum may not be exceeded (32 + 2 * 240 hangs).
+  static constexpr bool kTight = kHeadDim + kQueries >= (kGeneral ? 192 : 208);
+  static constexpr int kProducerRegisters = kTight ? 24 : 40, kConsumerRegisters = kTight ? 240 : 232;
+  static constexpr bool kPackLate = !kGeneral && kTight && kQueries == 128;   // P as late as dS: fewer registers live
+
+  static constexpr int kPanels = OperandTile::kPanels;
+  static_assert(kHeadDim % 16 == 0 && kQueries % 16 == 0 && kQueries <= 128, "wgmma takes 16 rows or columns a step");
+  static_assert(!kGeneral || kQueries == 64, "ScoreTransform works on 32 accumulators");
+};
+
+// How the two warpgroups share dq of a tile. Queries not a multiple of 64: it is computed transposed, 64 columns of the
+// head each, of which the second may be partly idle (kThreads1 threads hold results). 64 queries: the first and the last
+// kColumns columns of the head, whole panels; where these overlap the second skips kSkip1 of its vectors. 128 queries: 64
+// rows each. The second warpgroup must not have a branch or a shape of its own, or ptxas serialises wgmma (C7519).
+template <class Config> struct DqSplit {
+  static constexpr int kHeadDim = Config::kHeadDim, kQueries = Config::kQueries, kPanelWidth = Config::kPanelWidth;
+  static constexpr bool kTransposed = kQueries % 64 != 0, kByColumns = kQueries == 64;
+  static constexpr int kColumns = round_up(kHeadDim / 2, kPanelWidth), kThreads1 = kTransposed ? 2 * (kHeadDim - 64) : 128;
+  static constexpr int kSkip1 = kByColumns ? (2 * kColumns - kHeadDim) / 8 : 0;
+  static constexpr int kVectors = kTransposed ? kQueries / 8 : kByColumns ? kColumns / 8 : kHeadDim / 8;   // float4
+  static constexpr int kFloats0 = kVectors * 4 * 128, kFloats1 = (kVectors - kSkip1) * 4 * kThreads1;
+  static_assert(kFloats0 + kFloats1 == kQueries * kHeadDim, "every element of dq has one owner");
+  static_assert((kHeadDim - kColumns) % kPanelWidth == 0, "an MN-major operand starts with a panel");
+
+  // First panel of k that a warpgroup's columns of dq come from.
+  static HF_DEVICE int first_panel(int warpgroup) {
+    return warpgroup * (kTransposed ? 64 : kByColumns ? kHeadDim - kColumns : 0) / kPanelWidth;
+  }
+  // Where vector i of a thread lies in a tile of the fp32 buffer, in floats.
+  static HF_DEVICE int offset(int warpgroup, int thread, int i) {
+    return warpgroup ? kFloats0 + ((i - kSkip1) * kThreads1 + thread) * 4 : (i * 128 + thread) * 4;
+  }
+  static HF_DEVICE bool owns(int warpgroup, int thread, int i) {
+    return warpgroup == 0 || (thread < kThreads1 && i >= kSkip1);
+  }
+  // Row (query) and column of element e of vector i of a thread.
+  static HF_DEVICE void locate(int warpgroup, int thread, int i, int e, int& row, int& column) {
+    const int r = thread / 32 * 16 + thread % 32 / 4 + 8 * (e / 2), c = 8 * i + 2 * (thread % 4) + e % 2;
+    row = kTransposed ? c : kByColumns ? r : 64 * warpgroup + r;
+    column = kTransposed ? 64 * warpgroup + r : kByColumns ? warpgroup * (kHeadDim - kColumns) + c : c;
+  }
+};
+
+template <class Config> struct BackwardShared {
+  using Element = typename Config::Element;
+  static constexpr int kPanels = Config::kPanels, kPanelWidth = Config::kPanelWidth, kQueries = Config::kQueries;
+  Element k[kPanels][Config::kKeys][kPanelWidth], v[kPanels][Config::kKeys][kPanelWidth];
+  Element q[2][kPanels][kQueries][kPanelWidth], grad_out[2][kPanels][kQueries][kPanelWidth];
+  Element ds[2][2][kQueries][64];           // [stage][warpgroup]: a second stage is worth 2 to 5 %
+  float dq[kQueries * Config::kHeadDim];
+  float lse[2][128], delta[2][128];
+  int batch, first_head;                    // of BackwardWork: here they cost the consumers no registers
+  uint64_t kv_arrived, q_arrived[2], q_released[2], grad_out_arrived[2], grad_out_released[2];
+};
+
+struct BackwardArguments {
+  CUtensorMap q, k, v, grad_out, grad_k, grad_v;
+  Params p;
+  TileGrid queries, keys;
+  BackwardWorkspace workspace;
+  ScoreConstants scores;
+  RowLayout q_layout, k_layout;
+  int copies;                               // Tile::load
+};
+
+// What one block does.
+struct BackwardWork {
+  int key_tile, kv_head, batch;
+  int group, first_head;                    // query heads of this key/value head
+  int first_tile, last_tile;                // of queries
+  int first_key, first_seen_key;            // query i sees no key before i + first_seen_key
+  RowCoordinates q_rows, k_rows;
+  int64_t statistics_tile;                  // of the first head's first tile in the workspace; heads are queries.tiles apart
+};
+
+// Named barriers. dq_free and dq_full: one per consumer warpgroup, shared with the warp that adds its part of dq.
+enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4 };
+
+template <class Config>
+HF_DEVICE void load_operands(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
+  using T = typename Config::OperandTile;
+  constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
+  mbarrier_expect_bytes(&s.kv_arrived, 2 * T::bytes(kKeys));
+  const int key_row = w.k_rows.row + w.first_key;
+  T::template load<kKeys>(s.k, &a.k, &s.kv_arrived, a.copies, key_row, w.kv_head, w.k_rows.outer);
+  T::template load<kKeys>(s.v, &a.v, &s.kv_arrived, a.copies, key_row, w.kv_head, w.k_rows.outer);
+  int stage = 0, phase = 0;
+  HF_NO_UNROLL
+  for (int head = 0; head < w.group; ++head) {
+    const int64_t statistics = (w.statistics_tile + int64_t(head) * a.queries.tiles) * kQueries;
+    HF_NO_UNROLL
+    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
+      const int row = w.q_rows.row + tile * kQueries;
+      mbarrier_wait(&s.q_released[stage], phase ^ 1);
+      mbarrier_expect_bytes(&s.q_arrived[stage], T::bytes(kQueries) + 4 * kQueries);
+      T::template load<kQueries>(s.q[stage], &a.q, &s.q_arrived[stage], a.copies, row, w.first_head + head,
+                                 w.q_rows.outer);
+      bulk_load(s.lse[stage], a.workspace.lse_log2 + statistics + tile * kQueries, 4 * kQueries, &s.q_arrived[stage]);
+      mbarrier_wait(&s.grad_out_released[stage], phase ^ 1);
+      mbarrier_expect_bytes(&s.grad_out_arrived[stage], T::bytes(kQueries) + 4 * kQueries);
+      T::template load<kQueries>(s.grad_out[stage], &a.grad_out, &s.grad_out_arrived[stage], a.copies, row,
+                                 w.first_head + head, w.q_rows.outer);
+      bulk_load(s.delta[stage], a.workspace.delta + statistics + tile * kQueries, 4 * kQueries,
+                &s.grad_out_arrived[stage]);
+      if (++stage == 2) stage = 0, phase ^= 1;
+    }
+  }
+}
+
+// A turn counts up as its owners are done; what they wrote before is visible to whoever has waited.
+HF_DEVICE void turn_wait(const int32_t* turn, int value) {
+  while (*static_cast<const volatile int32_t*>(turn) < value) __nanosleep(32);
+  __threadfence();
+}
+HF_DEVICE void turn_pass(int32_t* turn) {
+  __threadfence();
+  atomicAdd(turn, 1);
+}
+
+// One warp adds the part of dq that one consumer warpgroup computes. Deterministic: in ascending order of key tiles; a
+// tile's first addend comes from the first key tile that its queries see, its turn is given away when the sum is in memory.
+template <class Config>
+HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s, int warpgroup) {
+  using Split = DqSplit<Config>;
+  constexpr int kQueries = Config::kQueries;
+  const bool elected = threadIdx.x % 32 == 0, wanted = a.workspace.dq != nullptr;
+  const float* const source = s.dq + warpgroup * Split::kFloats0;
+  int32_t* owed = nullptr;                  // the turn to give away once the last sum is in memory
+  HF_NO_UNROLL
+  for (int head = 0; head < w.group; ++head) {
+    HF_NO_UNROLL
+    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
+      const int64_t index = w.statistics_tile + int64_t(head) * a.queries.tiles + tile;
+      barrier_arrive(kDqFreeBarrier + warpgroup, 160);
+      if (owed) {
+        bulk_wait<0>();
+        turn_pass(owed);
+        owed = nullptr;
+      }
+      barrier_sync(kDqFullBarrier + warpgroup, 160);
+      if (elected && wanted) {
+        if (a.workspace.turns) {
+          owed = a.workspace.turns + 2 * index + warpgroup;
+          turn_wait(owed, w.key_tile - max(0, tile * kQueries + w.first_seen_key) / Config::kKeys);
+        }
+        float* const target = a.workspace.dq + index * (kQueries * Config::kHeadDim) + warpgroup * Split::kFloats0;
+        bulk_reduce_add(target, source, 4 * (warpgroup ? Split::kFloats1 : Split::kFloats0));
+        bulk_commit();
+        bulk_wait_read<0>();
+      }
+      __syncwarp();
+    }
+  }
+  if (elected && wanted) bulk_wait<0>();
+  if (owed) turn_pass(owed);
+}
+
+template <class Config>
+HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const Mask& mask, BackwardShared<Config>& s,
+                       int warpgroup) {
+  using Element = typename Config::Element;
+  using T = typename Config::OperandTile;
+  using ScoreTile = Tile<Config::kKeys, 64>;
+  using Split = DqSplit<Config>;
+  constexpr int kHeadDim = Config::kHeadDim, kQueries = Config::kQueries, kKeys = Config::kKeys;
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
+  const bool leader = thread == 0;
+  float dk[kHeadDim / 2], dv[kHeadDim / 2];
+  HF_UNROLL
+  for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+
+  const uint64_t k_rows = T::k_major(&s.k[0][warpgroup * 64][0]), v_rows = T::k_major(&s.v[0][warpgroup * 64][0]);
+  const int key = w.first_key + warpgroup * 64 + warp * 16 + lane / 4;   // of accumulator rows 0; 8 more: rows 1
+  const int unseen0 = first_query_that_sees(mask, key) - 2 * (lane % 4);
+  const int unseen1 = first_query_that_sees(mask, key + 8) - 2 * (lane % 4);
+  mbarrier_wait(&s.kv_arrived, 0);
+  int stage = 0, phase = 0;
+  HF_NO_UNROLL
+  for (int head = 0; head < w.group; ++head) {
+    HF_NO_UNROLL
+    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
+      float scores[kQueries / 2], dp[kQueries / 2];
+      const uint64_t q_rows = T::k_major(s.q[stage]), grad_out_rows = T::k_major(s.grad_out[stage]);
+      mbarrier_wait(&s.q_arrived[stage], phase);
+      wgmma_fence();
+      HF_UNROLL
+      for (int k = 0; k < kHeadDim / 16; ++k)
+        Wgmma<Element, kQueries, false>::ss(scores, k_rows + T::template k_step<kKeys>(k),
+                                            q_rows + T::template k_step<kQueries>(k), k > 0);
+      wgmma_commit();
+      mbarrier_wait(&s.grad_out_arrived[stage], phase);
+      wgmma_fence();
+      HF_UNROLL
+      for (int k = 0; k < kHeadDim / 16; ++k)
+        Wgmma<Element, kQueries, false>::ss(dp, v_rows + T::template k_step<kKeys>(k),
+                                            grad_out_rows + T::template k_step<kQueries>(k), k > 0);
+      wgmma_commit();
+      const int query = tile * kQueries + 2 * (lane % 4);
+      uint32_t dropped = 0;
+      const ScoreTransform transform{a.scores, a.p, mask.k_length, mask.diagonal, s.batch, s.first_head + head};
+      if constexpr (Config::kGeneral) dropped = transform.template dropped<true>(query, key);
+      wgmma_wait<1>();
+      pin(scores);
+
+      uint32_t p_packed[kQueries / 4], ds_packed[kQueries / 4];
+      const float* const lse = s.lse[stage] + 2 * (lane % 4);
+      const float* const delta = s.delta[stage] + 2 * (lane % 4);
+      if constexpr (Config::kGeneral) {
+        transform.template weigh<Element, true, 0>(scores, p_packed, dropped, query, key,
+                                                   [&](int i) { return lse[i]; });
+      } else {
+        // Masking every tile measures faster than separate loops with and without masks, and than no masks at all.
+        HF_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const int unseen = (r ? unseen1 : unseen0) - tile * kQueries;
+          HF_UNROLL
+          for (int i = 0; i < kQueries / 8; ++i) {
+            if (8 * i < unseen) scores[4 * i + 2 * r] = -INFINITY;
+            if (8 * i + 1 < unseen) scores[4 * i + 2 * r + 1] = -INFINITY;
+          }
+        }
+        HF_UNROLL
+        for (int i = 0; i < kQueries / 8; ++i) {
+          const float2 l = *reinterpret_cast<const float2*>(lse + 8 * i);
+          HF_UNROLL
+          for (int e = 0; e < 4; ++e) scores[4 * i + e] = ex2(fmaf(scores[4 * i + e], a.scores.scale_log2, -(e & 1 ? l.y : l.x)));
+        }
+        if (!Config::kPackLate)
+          HF_UNROLL
+          for (int i = 0; i < kQueries / 4; ++i) p_packed[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+      }
+      wgmma_wait<0>();
+      pin(dp);
+      HF_UNROLL
+      for (int i = 0; i < kQueries / 8; ++i) {
+        const float2 d = *reinterpret_cast<const float2*>(delta + 8 * i);
+        HF_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          const float delta_e = e & 1 ? d.y : d.x;
+          if (Config::kGeneral)
+            dp[4 * i + e] = score_gradient(scores[4 * i + e], dp[4 * i + e] * a.scores.keep_scale, delta_e);
+          else
+            dp[4 * i + e] = scores[4 * i + e] * (dp[4 * i + e] - delta_e);
+        }
+        if (Config::kPackLate)
+          HF_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            p_packed[2 * i + e] = pack<Element>(scores[4 * i + 2 * e], scores[4 * i + 2 * e + 1]);
+            ds_packed[2 * i + e] = pack<Element>(dp[4 * i + 2 * e], dp[4 * i + 2 * e + 1]);
+          }
+      }
+      if (!Config::kPackLate)
+        HF_UNROLL
+        for (int i = 0; i < kQueries / 4; ++i) ds_packed[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
+
+      HF_UNROLL
+      for (int i = 0; i < kQueries / 16; ++i) {   // fragments of dS^T -> ds[query][key], 16 keys a warp
+        const int row = 16 * i + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+        store_matrix_x4_trans(shared_address(&s.ds[stage][warpgroup][0][0]) + row * 128 + (chunk ^ (row & 7)) * 16,
+                              ds_packed[4 * i], ds_packed[4 * i + 1], ds_packed[4 * i + 2], ds_packed[4 * i + 3]);
+      }
+      wgmma_fence();
+      HF_UNROLL
+      for (int k = 0; k < kQueries / 16; ++k)
+        Wgmma<Element, kHeadDim, true>::rs(dv, p_packed + 4 * k,
+                                           T::template mn_major<kQueries>(s.grad_out[stage]) + T::row_step(k), 1);
+      wgmma_commit();
+      fence_async_shared();
+      barrier_sync(kConsumersBarrier, 256);       // both halves of dS are there
+
+      float dq[4 * Split::kVectors];
+      const auto ds_rows = [&](int first, int k) {
+        return ScoreTile::k_major(&s.ds[stage][0][first][0]) + ScoreTile::template k_step<kQueries>(k);
+      };
+      const uint64_t k_columns = T::template mn_major<kKeys>(s.k[Split::first_panel(warpgroup)]);
+      wgmma_fence();
+      HF_UNROLL
+      for (int k = 0; k < kKeys / 16; ++k) {
+        if constexpr (Split::kTransposed)
+          Wgmma<Element, kQueries, false>::sst(dq, k_columns + T::row_step(k), ds_rows(0, k), k > 0);
+        else if constexpr (Split::kByColumns)
+          Wgmma<Element, Split::kColumns, true>::ss(dq, ds_rows(0, k), k_columns + T::row_step(k), k > 0);
+        else
+          Wgmma<Element, kHeadDim, true>::ss(dq, ds_rows(warpgroup * 64, k), k_columns + T::row_step(k), k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(dv);
+      if (leader) mbarrier_arrive(&s.grad_out_released[stage]);
+      wgmma_fence();
+      HF_UNROLL
+      for (int k = 0; k < kQueries / 16; ++k)
+        Wgmma<Element, kHeadDim, true>::rs(dk, ds_packed + 4 * k,
+                                           T::template mn_major<kQueries>(s.q[stage]) + T::row_step(k), 1);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(dq);
+      barrier_sync(kDqFreeBarrier + warpgroup, 160);
+      HF_UNROLL
+      for (int i = 0; i < Split::kVectors; ++i)
+        if (Split::owns(warpgroup, thread, i))
+          *reinterpret_cast<float4*>(s.dq + Split::offset(warpgroup, thread, i)) =
+              make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      fence_async_shared();
+      barrier_arrive(kDqFullBarrier + warpgroup, 160);
+      wgmma_wait<0>();
+      pin(dk);
+      if (leader) mbarrier_arrive(&s.q_released[stage]);
+      if (++stage == 2) stage = 0, phase ^= 1;
+    }
+  }
+
+  barrier_sync(kConsumersBarrier, 256);           // both warpgroups are done with k and v, whose place the results take
+  HF_UNROLL
+  for (int which = 0; which < 2; ++which) {
+    const float factor = which ? a.p.scale : a.scores.keep_scale;
+    HF_UNROLL
+    for (int i = 0; i < kHeadDim / 16; ++i) {
+      const float* const x = (which ? dk : dv) + 8 * i;
+      store_matrix_x4(shared_address(which ? &s.k[0][0][0] : &s.v[0][0][0]) +
+                          T::template chunk_offset<kKeys>(warpgroup * 64 + warp * 16 + lane % 16, 2 * i + lane / 16),
+                      pack<Element>(x[0] * factor, x[1] * factor), pack<Element>(x[2] * factor, x[3] * factor),
+                      pack<Element>(x[4] * factor, x[5] * factor), pack<Element>(x[6] * factor, x[7] * factor));
+    }
+  }
+  fence_async_shared();
+  barrier_sync(kConsumersBarrier, 256);
+  if (leader && warpgroup == 0) {
+    const int row = w.k_rows.row + w.first_key;
+    if (a.p.grad_v.data) T::template store<kKeys>(&a.grad_v, s.v, a.copies, row, w.kv_head, w.k_rows.outer);
+    if (a.p.grad_k.data) T::template store<kKeys>(&a.grad_k, s.k, a.copies, row, w.kv_head, w.k_rows.outer);
+    bulk_commit();
+    bulk_wait_read<0>();
+  }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
+  HF_DYNAMIC_SHARED(memory);
+  auto& s = *reinterpret_cast<BackwardShared<Config>*>(memory);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const TilePlace place = a.keys.place(blockIdx.x);
+  const Sequence sequence(a.p, place.batch);
+  const Mask mask(sequence.q_length, sequence.k_length, a.p.window_left, a.p.window_right);
+  BackwardWork w;
+  w.key_tile = place.tile, w.kv_head = place.head, w.batch = place.batch;
+  w.first_key = place.tile * Config::kKeys;
+  if (w.first_key >= sequence.k_length) return;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&s.kv_arrived, 1);
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(&s.q_arrived[i], 1);
+      mbarrier_init(&s.q_released[i], 2);
+      mbarrier_init(&s.grad_out_arrived[i], 1);
+      mbarrier_init(&s.grad_out_released[i], 2);
+    }
+    fence_mbarrier_init();
+  }
+  w.group = a.p.heads / a.p.kv_heads, w.first_head = w.kv_head * w.group;
+  if (threadIdx.x == 0) s.batch = w.batch, s.first_head = w.first_head;
+  __syncthreads();
+
+  const Range queries = mask.queries(w.first_key, w.first_key + Config::kKeys);
+  w.first_tile = queries.empty() ? 0 : queries.begin / Config::kQueries;
+  w.last_tile = queries.empty() ? 0 : ceil_div(queries.end, Config::kQueries);
+  w.first_seen_key = mask.left < 0 ? -(1 << 30) : int(max(int64_t(mask.diagonal) - mask.left, int64_t(-(1 << 30))));
+  w.q_rows = a.q_layout.sequence(w.batch, sequence.q_row, sequence.q_length);
+  w.k_rows = a.k_layout.sequence(w.batch, sequence.k_row, sequence.k_length);
+  w.statistics_tile = a.queries.first_tile(w.batch, w.first_head);
+
+  if (warpgroup > 0) {
+    registers_grow<Config::kConsumerRegisters>();
+    consume<Config>(a, w, mask, s, warpgroup - 1);
+  } else {
+    registers_shrink<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) load_operands<Config>(a, w, s);
+    if (warp == 1 || warp == 2) add_dq<Config>(a, w, s, warp - 1);
+  }
+}
+
+struct ConvertArguments {
+  Params p;
+  TileGrid queries;
+  BackwardWorkspace workspace;
+};
+
+// dq from fp32 fragments to its place in grad_q, scaled. One block converts one tile.
+template <class Config>
+__global__ void __launch_bounds__(256) backward_convert_kernel(const __grid_constant__ ConvertArguments a) {
+  using Element = typename Config::Element;
+  using Split = DqSplit<Config>;
+  constexpr int kHeadDim = Config::kHeadDim, kQueries = Config::kQueries, kRow = kHeadDim + 8;   // spreads the banks
+  HF_DYNAMIC_SHARED(memory);
+  auto* const tile = reinterpret_cast<Element*>(memory);   // [kQueries][kRow]
+  const TilePlace place = a.queries.place(blockIdx.x);
+  const Sequence sequence(a.p, place.batch);
+  const int first_row = place.tile * kQueries;
+  if (first_row >= sequence.q_length) return;
+
+  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const float* const source =
+      a.workspace.dq + (a.queries.first_tile(place.batch, place.head) + place.tile) * (kQueries * kHeadDim);
+  HF_UNROLL
+  for (int i = 0; i < Split::kVectors; ++i) {
+    if (!Split::owns(warpgroup, thread, i)) continue;
+    const float4 f = *reinterpret_cast<const float4*>(source + Split::offset(warpgroup, thread, i));
+    const float x[4] = {f.x, f.y, f.z, f.w};
+    HF_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      int row, column;
+      Split::locate(warpgroup, thread, i, e, row, column);
+      tile[row * kRow + column] = Element(x[e] * a.p.scale);
+    }
+  }
+  __syncthreads();
+  Element* const grad_q = sequence.q_base<Element>(a.p.grad_q, place.head);
+  for (int i = threadIdx.x; i < kQueries * kHeadDim / 8; i += 256) {
+    const int row = i / (kHeadDim / 8), column = i % (kHeadDim / 8) * 8;
+    if (first_row + row < sequence.q_length && column < a.p.head_dim)
+      *reinterpret_cast<uint4*>(grad_q + (first_row + row) * a.p.grad_q.row_stride + column) =
+          *reinterpret_cast<const uint4*>(tile + row * kRow + column);
+  }
+}
+
+}  // namespace hf_flash::hopper

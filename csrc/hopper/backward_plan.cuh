@@ -1,0 +1,146 @@
+// What the backward kernels share on both sides of the launch: how tiles are numbered, where their row statistics lie,
+// and the pass that prepares these.
+#pragma once
+#include "../sequence.cuh"
+#include "tensor_map.cuh"
+
+namespace hf_flash::hopper {
+
+struct TilePlace {
+  int tile, head, batch;       // tile inside its sequence
+};
+
+// Tiles of `rows` rows over all heads and sequences of a tensor, as a one-dimensional grid. Packed sequences: sequence b
+// owns the tiles from cu_seqlens[b] / rows + b on, so that no tile spans two sequences, each leaves at most one tile idle,
+// and a block finds its sequence without a prefix sum.
+struct TileGrid {
+  const int32_t* cu_seqlens;   // NULL: dense
+  int rows, heads, batch;
+  int tiles;                   // of one head: dense, of one sequence; packed, of all of them
+  int section;                 // so many heads advance together, tile by tile; 1: head after head
+
+  static TileGrid make(const int32_t* cu_seqlens, int rows, int heads, int batch, int length, int64_t total) {
+    return {cu_seqlens, rows, heads, batch, cu_seqlens ? int(total / rows) + batch : ceil_div(length, rows), 1};
+  }
+  HF_HOST_DEVICE int lanes() const { return cu_seqlens ? heads : heads * batch; }   // rows of tiles
+  HF_HOST_DEVICE int64_t all_tiles() const { return int64_t(tiles) * lanes(); }
+
+  // Lets heads share the L2 cache: as many advance together as have `head_bytes` of loop operands within 32 MB. Then the
+  // tiles with most work, numbered first, start first over the whole section.
+  void interleave(int64_t head_bytes) {
+    while (2 * section * head_bytes <= 32 << 20 && section < lanes()) section *= 2;
+  }
+
+  HF_DEVICE TilePlace place(unsigned block) const {
+    const unsigned per_section = unsigned(tiles) * section, first_lane = block / per_section * section;
+    const unsigned inside = block % per_section, width = min(unsigned(section), lanes() - first_lane);
+    const int tile = inside / width, lane = first_lane + inside % width;
+    if (cu_seqlens == nullptr) return {tile, lane % heads, lane / heads};
+    const int sequence = sequence_of(tile);
+    return {tile - first_packed(sequence), lane, sequence};
+  }
+  // Number of the first tile of a sequence, over the whole grid.
+  HF_DEVICE int64_t first_tile(int sequence, int head) const {
+    return cu_seqlens ? int64_t(head) * tiles + first_packed(sequence) : (int64_t(sequence) * heads + head) * tiles;
+  }
+
+ private:
+  HF_DEVICE int first_packed(int sequence) const { return cu_seqlens[sequence] / rows + sequence; }
+  // The last sequence that starts at or before a tile: a search by the whole warp, 32 candidates a step.
+  HF_DEVICE int sequence_of(int tile) const {
+    int first = 0, last = batch;
+    while (last - first > 1) {
+      const int step = ceil_div(last - first, 32), candidate = first + int(threadIdx.x % 32) * step;
+      const unsigned before = __ballot_sync(~0u, candidate < last && first_packed(candidate) <= tile);
+      first += (31 - __clz(int(before))) * step;
+      last = min(last, first + step);
+    }
+    return __shfl_sync(~0u, first, 0);
+  }
+};
+
+// Row statistics of query tiles, each padded to a whole tile; dq in fp32, in the order of accumulator fragments; and
+// turns (deterministic mode): how many key tiles have added to each half of a tile of dq.
+struct BackwardWorkspace {
+  float *lse_log2, *delta, *dq;
+  int32_t* turns;
+
+  static int64_t bytes(const TileGrid& queries, int head_dim, bool with_dq, bool with_turns) {
+    const int64_t tiles = queries.all_tiles(), rows = tiles * queries.rows;
+    return 4 * (2 * rows + (with_dq ? rows * head_dim : 0) + (with_turns ? 2 * tiles : 0));
+  }
+  static BackwardWorkspace make(void* memory, const TileGrid& queries, int head_dim, bool with_dq, bool with_turns) {
+    const int64_t rows = queries.all_tiles() * queries.rows;
+    auto* const floats = static_cast<float*>(memory);
+    float* const dq = floats + 2 * rows;
+    return {floats, floats + rows, with_dq ? dq : nullptr,
+            with_turns ? reinterpret_cast<int32_t*>(dq + (with_dq ? rows * head_dim : 0)) : nullptr};
+  }
+};
+
+struct PrepareArguments {
+  Params p;
+  TileGrid queries;
+  BackwardWorkspace workspace;
+};
+
+// One block prepares one tile of queries: delta = rowsum(grad_out * out) - grad_lse; LSE in units of log2, +inf where a row
+// has no keys or does not exist, so that its probabilities are 0; zeros for dq and turns. Also zeroes the gradients of
+// rows that belong to no sequence.
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(256) backward_prepare_kernel(const __grid_constant__ PrepareArguments a) {
+  constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;   // of a row, 8 columns each
+  constexpr int kRowsAtOnce = 256 / kLanes, kUnroll = 4;                   // loads of kUnroll rows are in flight together
+  const Params& p = a.p;
+  zero_unowned_rows<Element>(p.grad_q, p.cu_seqlens_q, p.batch, p.total_q, p.heads, p.head_dim);
+  zero_unowned_rows<Element>(p.grad_k, p.cu_seqlens_k, p.batch, p.total_k, p.kv_heads, p.head_dim);
+  zero_unowned_rows<Element>(p.grad_v, p.cu_seqlens_k, p.batch, p.total_k, p.kv_heads, p.head_dim);
+
+  const TilePlace place = a.queries.place(blockIdx.x);
+  const Sequence sequence(p, place.batch);
+  const int rows = a.queries.rows, first_row = place.tile * rows;
+  if (first_row >= sequence.q_length) return;
+  const int64_t tile = a.queries.first_tile(place.batch, place.head) + place.tile;
+  if (a.workspace.turns && threadIdx.x < 2) a.workspace.turns[2 * tile + threadIdx.x] = 0;
+  if (a.workspace.dq) {
+    auto* const dq = reinterpret_cast<float4*>(a.workspace.dq + tile * rows * kHeadDim);
+    for (int i = threadIdx.x; i < rows * kHeadDim / 4; i += 256) dq[i] = make_float4(0, 0, 0, 0);
+  }
+
+  const int column = threadIdx.x % kLanes * 8;
+  const Element* const out = sequence.q_base<Element>(p.out, place.head) + column;
+  const Element* const grad_out = sequence.q_base<Element>(p.grad_out, place.head) + column;
+  const int64_t lse_base = sequence.lse_base(p, place.batch, place.head);
+  for (int first = threadIdx.x / kLanes; first < rows; first += kRowsAtOnce * kUnroll) {
+    uint4 x[kUnroll], y[kUnroll];
+    HF_UNROLL
+    for (int u = 0; u < kUnroll; ++u) {
+      const int row = first_row + first + u * kRowsAtOnce;
+      x[u] = y[u] = make_uint4(0, 0, 0, 0);
+      if (row >= sequence.q_length || column >= p.head_dim) continue;
+      x[u] = *reinterpret_cast<const uint4*>(out + row * p.out.row_stride);
+      y[u] = *reinterpret_cast<const uint4*>(grad_out + row * p.grad_out.row_stride);
+    }
+    HF_UNROLL
+    for (int u = 0; u < kUnroll; ++u) {
+      const int inside = first + u * kRowsAtOnce, row = first_row + inside;
+      const uint32_t xs[4] = {x[u].x, x[u].y, x[u].z, x[u].w}, ys[4] = {y[u].x, y[u].y, y[u].z, y[u].w};
+      float sum = 0.f;
+      HF_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float2 f = unpack<Element>(xs[i]), g = unpack<Element>(ys[i]);
+        sum += f.x * g.x + f.y * g.y;
+      }
+      HF_UNROLL
+      for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+      if (column != 0 || inside >= rows) continue;
+      const bool exists = row < sequence.q_length;
+      const float lse = exists ? p.lse[lse_base + row] : -INFINITY;
+      if (exists && p.grad_lse) sum -= p.grad_lse[lse_base + row];
+      a.workspace.lse_log2[tile * rows + inside] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+      a.workspace.delta[tile * rows + inside] = lse == -INFINITY ? 0.f : sum;
+    }
+  }
+}
+
+}  // namespace hf_flash::hopper
