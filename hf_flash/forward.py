@@ -1,0 +1,99 @@
+"""The forward of a patched model: it learns what the caller says about the batch and hands it on in the mask's slot.
+
+It stands on the instance, in front of whatever forward was there (the class's, or one that accelerate installed), and
+takes no part in the arithmetic.
+"""
+
+import inspect
+
+import torch
+
+from .interface import PACKED, packed_arguments
+from .layout import Inputs
+
+STATE = "_hf_flash_state"
+
+
+class BoundForward:
+    """A bound method that can be pickled: `function(module, ...)`, with the signature of the class's own forward.
+
+    A real bound method comes back from pickle as the class's forward, and a closure keeps pointing at the original
+    module when it is copied; accelerate looks for `__func__` and `__self__`.
+    """
+
+    def __init__(self, function, module):
+        self.function, self.module = function, module
+
+    def __call__(self, *args, **kwargs):
+        return self.function(self.module, *args, **kwargs)
+
+    @property
+    def __func__(self):
+        return self.function
+
+    @property
+    def __self__(self):
+        return self.module
+
+    @property
+    def __name__(self):
+        return "forward"
+
+    @property
+    def __signature__(self):
+        signature = inspect.signature(type(self.module).forward)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class State:
+    """What a patched module's forward needs to know. `previous` is the instance's forward before, if it had one."""
+
+    def __init__(self, module, previous=None, base=None):
+        self.previous, self.base, self.active = previous, base, True
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self.packed = None
+
+    def notes(self):
+        return []
+
+    def call(self, module, given):
+        if self.previous is not None:
+            return self.previous(**given)
+        return type(module).forward(module, **given)
+
+
+def top_forward(module, *args, **kwargs):
+    """Forward of a head whose version drops cu_seq_lens on the way to its base model."""
+    state = getattr(module, STATE)
+    given = dict(zip(state.names, args), **kwargs)
+    if state.active and any(name in given for name in PACKED):
+        getattr(state.base, STATE).packed = packed_arguments(given)
+    return state.call(module, given)
+
+
+def base_forward(module, *args, **kwargs):
+    """Forward of the base model: replaces attention_mask by `Inputs`. Masks that are not 2-D stay as they are."""
+    state = getattr(module, STATE)
+    given = dict(zip(state.names, args), **kwargs)
+    packed, state.packed = state.packed, None
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    mask = given.get("attention_mask")
+    if not state.active or tokens is None:
+        return state.call(module, given)
+    if packed is None:
+        packed = packed_arguments(given)
+    shape = tokens.shape[:-1] if given.get("input_ids") is None else tokens.shape
+    batch, length = shape[:-1].numel(), shape[-1]
+    if isinstance(mask, torch.Tensor) and mask.shape[:-1] == shape[:-1]:
+        mask = mask.reshape(batch, -1).to(torch.bool)
+    if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        weights = given.get("output_attentions")
+        weights = getattr(module.config, "output_attentions", False) if weights is None else weights
+        positions = given.get("position_ids")
+        positions = positions if isinstance(positions, torch.Tensor) and length > 1 else None
+        cache = given.get("past_key_values")
+        past = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+        past = past if isinstance(past, int) else 0
+        given["attention_mask"] = Inputs(batch, length, mask, positions, *packed, weights=bool(weights), past=past)
+    return state.call(module, given)

@@ -1,0 +1,281 @@
+"""patch_model, unpatch_model and report, and the registry of model families behind them."""
+
+import copy
+import dataclasses
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import MethodType
+
+import torch
+
+from . import forward, interface
+from .record import RECORD, Record, Report, row_of
+
+PATCH = "_hf_flash_patch"
+OLDEST = (4, 57)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What hf_flash must know of a model family; `patches/` holds one file of them each.
+
+    model_types   transformers' names
+    attention     attention classes, one of which must be found
+    features      what its attention uses, for the README's table and the tests
+    tiny          () -> keyword arguments of a small configuration, for the tests
+    heads         auto classes that the tests load it with
+    replacements  (base model) -> (module, attribute, value) to set where the version has no hook; None: it has
+    kwargs_since  first version whose heads pass cu_seq_lens on to the base model
+    """
+
+    model_types: tuple[str, ...]
+    attention: tuple[str, ...]
+    features: tuple[str, ...]
+    tiny: Callable[[], dict]
+    heads: tuple[str, ...] = ("AutoModelForCausalLM",)
+    replacements: Callable[[torch.nn.Module], Iterable[tuple]] | None = None
+    kwargs_since: tuple[int, int] = OLDEST
+
+
+ADAPTERS: dict[str, Adapter] = {}
+
+
+def register(adapter):
+    """Add an adapter to the registry and return it. Raises ValueError if another one has its model type."""
+    for name in adapter.model_types:
+        if ADAPTERS.get(name, adapter) is not adapter:
+            raise ValueError(f"two adapters for model type {name!r}")
+        ADAPTERS[name] = adapter
+    return adapter
+
+
+def supported_models():
+    """The model types that patch_model knows, sorted."""
+    _load_adapters()
+    return sorted(ADAPTERS)
+
+
+def _load_adapters():
+    if not ADAPTERS:
+        from . import patches
+
+        for module in pkgutil.iter_modules(patches.__path__):
+            importlib.import_module(f"{patches.__name__}.{module.name}")
+
+
+@dataclass
+class Patch:
+    """What was done to one transformers model: enough to undo it."""
+
+    adapter: Adapter
+    strict: bool
+    undo: list = field(default_factory=list)
+    forwards: list = field(default_factory=list)
+    told: set = field(default_factory=set)
+
+    def set(self, module, name, value):
+        self.undo.append((module, name, name in module.__dict__, module.__dict__.get(name)))
+        setattr(module, name, value)
+
+    def set_forward(self, module, function, base=None):
+        name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+        self.forwards.append((module, name in module.__dict__, module.__dict__.get(name)))
+        setattr(module, forward.STATE, forward.State(module, module.__dict__.get(name), base))
+        setattr(module, name, forward.BoundForward(function, module))
+
+    def revert(self):
+        for module, name, had, old in reversed(self.undo):
+            if had:
+                setattr(module, name, old)
+            else:
+                module.__dict__.pop(name, None)
+        for module, had, old in self.forwards:
+            held = [name for name in ("forward", "_old_forward") if _is_ours(module.__dict__.get(name))]
+            for name in held:
+                if had:
+                    setattr(module, name, old)
+                elif name == "_old_forward":
+                    # accelerate's hooks came after the patch: they go on to call the class's forward.
+                    setattr(module, name, MethodType(type(module).forward, module))
+                else:
+                    delattr(module, name)
+            if held:
+                delattr(module, forward.STATE)
+            else:
+                # accelerate's prepare wrapped it after the patch, in a closure: it stays there and does nothing.
+                getattr(module, forward.STATE).active = False
+
+    def __getstate__(self):
+        # An adapter holds functions made on the spot; its name is enough to find it again.
+        return {**self.__dict__, "adapter": self.adapter.model_types[0]}
+
+    def __setstate__(self, state):
+        _load_adapters()
+        self.__dict__.update(state, adapter=ADAPTERS[state["adapter"]])
+
+
+def _is_ours(value):
+    return isinstance(value, forward.BoundForward)
+
+
+def transformers_version():
+    import transformers
+
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def _transformers_models(model):
+    """The outermost transformers models inside `model` (a PeftModel, DDP, FSDP, a compiled module, a container)."""
+    from transformers import PreTrainedModel
+
+    found, inside = [], set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _attention_modules(model, adapter):
+    return [(name, module) for name, module in model.named_modules() if _kind(module) in adapter.attention]
+
+
+def _kind(module):
+    """The name of a module's own class; fully_shard puts a subclass in front of it."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
+def on_interface(module):
+    """Whether this version's attention class asks transformers' AttentionInterface for its function."""
+    return any(
+        hasattr(sys.modules.get(kind.__module__), "ALL_ATTENTION_FUNCTIONS") for kind in type(module).__mro__[:2]
+    )
+
+
+def patch_model(model, strict=False):
+    """Make a model that is already loaded use hf_flash's attention, in place.
+
+    Args:
+        model: a transformers model, or anything that holds one: PeftModel, DistributedDataParallel, FSDP, the result of
+            torch.compile or accelerate's prepare, a container.
+        strict: raise RuntimeError where a call cannot be fused, instead of taking the stock path for that call.
+
+    Returns:
+        The same object. Parameters, state-dict keys, class names, signatures and what save_pretrained writes stay as
+        they were. Patching twice is patching once; `unpatch_model` undoes it.
+
+    Raises:
+        NotImplementedError: the family, or this version of it, is not supported; the text lists what is.
+        TypeError: there is no transformers model inside.
+    """
+    version = transformers_version()
+    if version < OLDEST:
+        raise NotImplementedError(f"hf_flash needs transformers 4.57 or later, found {version[0]}.{version[1]}")
+    _load_adapters()
+    interface.register()
+    tops = _transformers_models(model)
+    if not tops:
+        raise TypeError(f"there is no transformers model in this {type(model).__name__}")
+    plans = [_plan(top, strict) for top in tops]
+    for top, adapter, modules in plans:
+        if PATCH in top.__dict__:
+            _set_strict(top, modules, strict)
+        else:
+            _patch(model, top, adapter, modules, strict, version)
+    return model
+
+
+def _plan(top, strict):
+    """Everything that can be refused is refused here, before anything is changed."""
+    kind = getattr(top.config, "model_type", None)
+    if kind not in ADAPTERS:
+        raise NotImplementedError(
+            f"hf_flash has no adapter for model type {kind!r}; it has {', '.join(sorted(ADAPTERS))}"
+        )
+    adapter = ADAPTERS[kind]
+    modules = _attention_modules(top, adapter)
+    if not modules:
+        raise NotImplementedError(
+            f"{kind}: expected attention modules of class {' or '.join(adapter.attention)} in {type(top).__name__}, "
+            "found none; load the model with attn_implementation='sdpa' or 'eager', on a supported transformers version"
+        )
+    for name, module in modules:
+        if not on_interface(module) and adapter.replacements is None:
+            raise NotImplementedError(f"{kind}: this transformers version gives no hook for {name}")
+        size = getattr(module, "head_dim", getattr(module, "attention_head_size", 0))
+        if strict and size > interface.MAX_HEAD_DIM:
+            raise RuntimeError(f"{name} has head dim {size}; hf_flash fuses up to {interface.MAX_HEAD_DIM}")
+    return top, adapter, modules
+
+
+def _patch(model, top, adapter, modules, strict, version):
+    from transformers import PreTrainedModel
+
+    base = top.base_model
+    patch = Patch(adapter, strict)
+    inside = list(top.modules())
+    # Models made from one config share the object: the patched one gets copies of its own.
+    copies = {id(m.config): copy.deepcopy(m.config) for m in inside if isinstance(m, PreTrainedModel)}
+    for module in {*model.modules(), *inside}:
+        new = copies.get(id(module.__dict__.get("config")))
+        if new is not None:
+            new._attn_implementation = interface.NAME
+            patch.set(module, "config", new)
+    for name, module in modules:
+        patch.set(module, RECORD, Record(name, _kind(module), strict, patch.told))
+    if not on_interface(modules[0][1]):
+        for module, name, value in adapter.replacements(base):
+            # Under accelerate's hooks the forward to replace is the one they kept.
+            name = "_old_forward" if name == "forward" and "_old_forward" in module.__dict__ else name
+            patch.set(module, name, value)
+    patch.set_forward(base, forward.base_forward)
+    if top is not base and version < adapter.kwargs_since:
+        patch.set_forward(top, forward.top_forward, base)
+    top.__dict__[PATCH] = patch
+
+
+def _set_strict(top, modules, strict):
+    top.__dict__[PATCH].strict = strict
+    for _, module in modules:
+        getattr(module, RECORD).strict = strict
+
+
+def unpatch_model(model):
+    """Undo `patch_model`: the model as it was, bit for bit. A model that is not patched stays as it is.
+
+    Returns:
+        The same object.
+    """
+    for top in _transformers_models(model):
+        patch = top.__dict__.pop(PATCH, None)
+        if patch is not None:
+            patch.revert()
+    return model
+
+
+def report(model):
+    """What is fused in a model and what is not.
+
+    Returns:
+        Report: prints as a table, one row per attention module: fused or not, calls counted, and the reason. A model
+        loaded with attn_implementation="hf_fused" has rows too; one that is not patched says so.
+    """
+    _load_adapters()
+    rows, patched, notes = [], False, []
+    for top in _transformers_models(model):
+        patch = top.__dict__.get(PATCH)
+        here = patch is not None or getattr(top.config, "_attn_implementation", None) == interface.NAME
+        patched = patched or here
+        adapter = patch.adapter if patch else ADAPTERS.get(getattr(top.config, "model_type", None))
+        found = _attention_modules(top, adapter) if adapter else []
+        found = found or [(name, m) for name, m in top.named_modules() if RECORD in m.__dict__]
+        for name, module in found:
+            record = getattr(module, RECORD, None) or Record(name, _kind(module))
+            row = row_of(record, here)
+            rows.append(dataclasses.replace(row, name=name))
+        if patch is not None:
+            notes += getattr(top.base_model, forward.STATE).notes()
+    return Report(rows, patched, notes)
