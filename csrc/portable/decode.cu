@@ -1,0 +1,397 @@
+// A few queries against a cache (Flash-Decoding: keys split over blocks), sm_80 and later.
+//
+// q, out (batch, seq_q, heads, head_dim); k, v caches (rows, capacity, kv_heads, head_dim) or pages; lse (batch, heads, seq_q).
+// A block takes one part (split) of the keys of one kv head, for a tile of rows: a row is a (query, head of the group)
+// pair, so that all heads that share keys read them once. Its warps stream keys independently, 16 at a time, each through stages of
+// its own, and meet only at the end: the work is bound by memory, and no warp waits for another's copies. With several splits a
+// second kernel combines their outputs.
+#include "../launch.cuh"
+#include "../softmax.cuh"
+#include "cache.cuh"
+#include "rotary.cuh"
+#include "tile.cuh"
+
+namespace hf_flash {
+
+constexpr int kKeysPerUnit = 16;   // of a warp's stage: one k-step of p v
+
+// Three stages of 2 * 16 rows for each warp keep about 64 KB a block in flight; two blocks fit the 228 KB of an H100.
+template <int kHeadDim> struct DecodeConfig {
+  static constexpr int kWarps = kHeadDim <= 128 ? 4 : kHeadDim <= 160 ? 3 : 2;
+  static constexpr int kStages = kHeadDim <= 96 || kHeadDim == 192 ? 4 : 3;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kMaxRowBlocks = kHeadDim <= 128 ? 2 : 1;   // registers: kHeadDim / 2 for the output of each
+  static constexpr int kTileBytes = TileLayout<kHeadDim>::bytes(kKeysPerUnit);
+  static constexpr int kStageBytes = kWarps * 2 * kTileBytes;
+};
+
+template <int kHeadDim, int kRowBlocks> struct DecodeShared {
+  using Config = DecodeConfig<kHeadDim>;
+  static constexpr int kRows = 16 * kRowBlocks;
+  static constexpr int kPitch = kHeadDim + 8;   // floats of a merged row: rows of a quarter-warp fall on different banks
+  static constexpr int kMergedBytes = Config::kWarps * kRows * (kPitch + 2) * 4;
+  static constexpr int kLoopBytes = Config::kStages * Config::kStageBytes;
+  static constexpr int kBytes = kLoopBytes > kMergedBytes ? kLoopBytes : kMergedBytes;
+  static_assert(kBytes <= 99 * 1024, "sm_86 and sm_89 give a block 99 KB");
+  static_assert(TileLayout<kHeadDim>::bytes(kRows) <= Config::kStageBytes, "q lies in the last stage until it is filled");
+};
+
+struct DecodeSchedule {
+  int rows, row_tiles, splits;   // rows of one tile; tiles of a kv head; splits that may be needed
+  float *partial_out, *partial_lse;   // (batch, heads, seq_q, splits, head_dim) and (batch, heads, seq_q, splits), log2
+
+  DecodeSchedule(const Params& p, int head_dim_tile) {
+    const int all_rows = p.seq_q * (p.heads / p.kv_heads);
+    rows = all_rows <= 16 || head_dim_tile > 128 ? 16 : 32;
+    row_tiles = ceil_div(all_rows, rows);
+    int64_t keys = p.seq_k;
+    if (p.window_left >= 0 && p.window_right >= 0) {
+      const int64_t visible = int64_t(p.window_left) + p.window_right + p.seq_q;
+      keys = visible < keys ? visible : keys;
+    }
+    splits = Splits::most(int(keys), p.num_splits);
+    partial_out = static_cast<float*>(p.workspace);
+    partial_lse = partial_out + partial_rows(p) * p.head_dim;
+  }
+  int64_t partial_rows(const Params& p) const { return splits > 1 ? int64_t(p.batch) * p.heads * p.seq_q * splits : 0; }
+  int64_t workspace_bytes(const Params& p) const { return partial_rows(p) * (p.head_dim + 1) * int64_t(sizeof(float)); }
+  int64_t blocks(const Params& p) const { return int64_t(row_tiles) * p.kv_heads * p.batch * splits; }
+
+  HF_DEVICE int64_t partial_row(const Params& p, int batch, int head, int query) const {
+    return ((int64_t(batch) * p.heads + head) * p.seq_q + query) * splits;
+  }
+};
+
+// One tile of rows: row r is query r / group of head kv_head * group + r % group.
+struct RowTile {
+  int group, first, last;
+
+  HF_DEVICE RowTile(const Params& p, const DecodeSchedule& schedule, int q_length, int tile)
+      : group(p.heads / p.kv_heads), first(tile * schedule.rows), last(min(first + schedule.rows, q_length * group)) {}
+  HF_DEVICE int first_query() const { return first / group; }
+  HF_DEVICE int last_query() const { return (last - 1) / group + 1; }
+};
+
+template <class Element, int kHeadDim, int kRowBlocks>
+__global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
+    decode_kernel(const Params p, const DecodeSchedule schedule) {
+  using Config = DecodeConfig<kHeadDim>;
+  using Shared = DecodeShared<kHeadDim, kRowBlocks>;
+  using Layout = TileLayout<kHeadDim>;
+  constexpr int kWarps = Config::kWarps, kStages = Config::kStages, kThreads = Config::kThreads;
+  constexpr int kRows = Shared::kRows, kSteps = kHeadDim / 16, kOutBlocks = kHeadDim / 8, kChunks = Layout::kChunks;
+
+  HF_DYNAMIC_SHARED(shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  // Tiles and heads that read neighbouring memory run together; splits that short sequences lack come last.
+  int block = blockIdx.x;
+  const int row_tile = block % schedule.row_tiles;
+  block /= schedule.row_tiles;
+  const int kv_head = block % p.kv_heads;
+  block /= p.kv_heads;
+  const int batch = block % p.batch, split = block / p.batch;
+
+  const Sequence sequence = decode_sequence(p, batch);
+  const RowTile tile(p, schedule, sequence.q_length, row_tile);
+  const Mask mask(sequence.q_length, sequence.k_length, p.window_left, p.window_right);
+  const Splits splits(mask.keys(tile.first_query(), tile.last_query()), p.num_splits);
+  if (split >= splits.count) return;
+  const Range keys = splits.part(split);
+  const Range unmasked = mask.keys_seen_by_all(tile.first_query(), tile.last_query());
+  const int units = keys.empty() ? 0 : ceil_div(keys.end - keys.begin, kKeysPerUnit);
+
+  const Element* const k_base = static_cast<const Element*>(p.k.data) + kv_head * p.k.head_stride;
+  const Element* const v_base = static_cast<const Element*>(p.v.data) + kv_head * p.v.head_stride;
+  const int64_t cache_row = p.cache_batch_idx ? p.cache_batch_idx[batch] : batch;
+  char* const my_stages = shared + warp * 2 * Config::kTileBytes;
+
+  // Starts the copy of one unit of this warp: 16 keys and values, zeros past the end.
+  const auto load_unit = [&](int unit, int stage) {
+    const int first_key = keys.begin + unit * kKeysPerUnit;
+    char* const to = my_stages + stage * Config::kStageBytes;
+    int64_t k_offset = 0, v_offset = 0;   // paged: of key first_key + lane % 16
+    if (p.block_table) {
+      const CacheRow at(p, batch, int(sequence.k_row) + min(first_key + lane % kKeysPerUnit, keys.end - 1));
+      k_offset = at.offset(p.k);
+      v_offset = at.offset(p.v);
+    }
+    HF_UNROLL
+    for (int i = 0; i < kKeysPerUnit * kChunks / 32; ++i) {
+      const int row = (32 * i + lane) / kChunks, chunk = (32 * i + lane) % kChunks;
+      const bool valid = first_key + row < keys.end && chunk * 8 < p.head_dim;
+      int64_t k_row, v_row;
+      if (p.block_table) {
+        k_row = __shfl_sync(0xffffffffu, k_offset, row);
+        v_row = __shfl_sync(0xffffffffu, v_offset, row);
+      } else {
+        const int64_t key = sequence.k_row + first_key + row;
+        k_row = cache_row * p.k.batch_stride + key * p.k.row_stride;
+        v_row = cache_row * p.v.batch_stride + key * p.v.row_stride;
+      }
+      const int offset = Layout::chunk_offset(row, chunk);
+      copy_async_16(to + offset, k_base + (valid ? k_row + chunk * 8 : 0), valid);
+      copy_async_16(to + Config::kTileBytes + offset, v_base + (valid ? v_row + chunk * 8 : 0), valid);
+    }
+  };
+  HF_UNROLL
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (warp + stage * kWarps < units) load_unit(warp + stage * kWarps, stage);
+    copy_async_commit();
+  }
+
+  // q, rotated, passes through the last stage into registers. Without a causal or local mask all queries share one position.
+  char* const shared_q = shared + (kStages - 1) * Config::kStageBytes;
+  const bool own_positions = p.window_left >= 0 || p.window_right >= 0;
+  for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks, query = (tile.first + row) / tile.group;
+    const int head = kv_head * tile.group + (tile.first + row) % tile.group;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (tile.first + row < tile.last && chunk * 8 < p.head_dim) {
+      const int64_t position = p.rotary_cos ? cached_keys(p, batch) + (own_positions ? query : 0) : 0;
+      x = rotated_chunk(p, sequence.q_base<const Element>(p.q, head) + query * p.q.row_stride, chunk * 8, position);
+    }
+    *reinterpret_cast<uint4*>(shared_q + Layout::chunk_offset(row, chunk)) = x;
+  }
+  __syncthreads();
+  uint32_t q[kSteps][kRowBlocks][4];
+  HF_UNROLL
+  for (int step = 0; step < kSteps; ++step)
+    HF_UNROLL
+    for (int m = 0; m < kRowBlocks; ++m) load_a<kHeadDim>(q[step][m], shared_q, 16 * m, 16 * step);
+  __syncthreads();   // q is in registers: the last stage may be filled
+
+  int query_of[kRowBlocks][2];
+  float slope_of[kRowBlocks][2];
+  HF_UNROLL
+  for (int m = 0; m < kRowBlocks; ++m)
+    HF_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(tile.first + 16 * m + lane / 4 + 8 * half, tile.last - 1);
+      query_of[m][half] = row / tile.group;
+      const int head = kv_head * tile.group + row % tile.group;
+      slope_of[m][half] = p.alibi_slopes ? p.alibi_slopes[batch * p.alibi_batch_stride + head] * kLog2e : 0.f;
+    }
+  const bool plain = p.softcap <= 0.f && p.alibi_slopes == nullptr && p.scale > 0.f;
+  const float scale_log2 = plain ? p.scale * kLog2e : 1.f;
+
+  OnlineSoftmax<kRowBlocks> softmax;
+  float out[kRowBlocks][kOutBlocks][4];
+  HF_UNROLL
+  for (int m = 0; m < kRowBlocks; ++m)
+    HF_UNROLL
+    for (int n = 0; n < kOutBlocks; ++n)
+      HF_UNROLL
+      for (int e = 0; e < 4; ++e) out[m][n][e] = 0.f;
+
+  int stage = 0;
+  HF_NO_UNROLL
+  for (int unit = warp; unit < units; unit += kWarps) {
+    copy_async_wait<kStages - 2>();
+    __syncwarp();   // every lane's copies of this stage are here, and nobody reads the stage before it any more
+    const int next = unit + (kStages - 1) * kWarps;
+    if (next < units) load_unit(next, stage == 0 ? kStages - 1 : stage - 1);
+    copy_async_commit();
+    const char* const k_tile = my_stages + stage * Config::kStageBytes;
+    const char* const v_tile = k_tile + Config::kTileBytes;
+    if (++stage == kStages) stage = 0;
+
+    float scores[kRowBlocks][2][4];
+    HF_UNROLL
+    for (int m = 0; m < kRowBlocks; ++m)
+      HF_UNROLL
+      for (int e = 0; e < 4; ++e) scores[m][0][e] = scores[m][1][e] = 0.f;
+    HF_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t b[4];
+      load_b<kHeadDim>(b, k_tile, 0, 16 * step);
+      HF_UNROLL
+      for (int m = 0; m < kRowBlocks; ++m) {
+        mma_m16n8k16<Element>(scores[m][0], q[step][m], b[0], b[1]);
+        mma_m16n8k16<Element>(scores[m][1], q[step][m], b[2], b[3]);
+      }
+    }
+
+    const int first_key = keys.begin + unit * kKeysPerUnit, key = first_key + lane % 4 * 2;
+    if (!plain) {
+      const float into_cap = p.softcap > 0.f ? p.scale / p.softcap : 0.f;
+      const float to_log2 = (p.softcap > 0.f ? p.softcap : p.scale) * kLog2e;
+      HF_UNROLL
+      for (int m = 0; m < kRowBlocks; ++m)
+        HF_UNROLL
+        for (int e = 0; e < 8; ++e) {
+          float& x = scores[m][e / 4][e % 4];
+          if (p.softcap > 0.f) x = tanh_of(x * into_cap);
+          const int half = e % 4 / 2;
+          const int distance = query_of[m][half] + mask.diagonal - (key + 8 * (e / 4) + e % 2);
+          x = x * to_log2 - slope_of[m][half] * fabsf(float(distance));
+        }
+    }
+    if (first_key < unmasked.begin || first_key + kKeysPerUnit > unmasked.end) {
+      HF_UNROLL
+      for (int m = 0; m < kRowBlocks; ++m)
+        HF_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const Range seen = mask.keys(query_of[m][half]);
+          const int begin = max(seen.begin, keys.begin) - key, end = min(seen.end, keys.end) - key;
+          HF_UNROLL
+          for (int n = 0; n < 2; ++n)
+            HF_UNROLL
+            for (int e = 0; e < 2; ++e)
+              if (8 * n + e < begin || 8 * n + e >= end) scores[m][n][2 * half + e] = kNegativeInfinity;
+        }
+    }
+    softmax.follow_maximum(scores, out, scale_log2);
+    softmax.exponentiate(scores, 0, scale_log2);
+    uint32_t a[kRowBlocks][4];
+    HF_UNROLL
+    for (int m = 0; m < kRowBlocks; ++m)
+      HF_UNROLL
+      for (int i = 0; i < 4; ++i)
+        a[m][i] = pack<Element>(scores[m][i / 2][i % 2 * 2], scores[m][i / 2][i % 2 * 2 + 1]);
+    HF_UNROLL
+    for (int n = 0; n < kOutBlocks; n += 2) {
+      uint32_t b[4];
+      load_b_transposed<kHeadDim>(b, v_tile, 0, 8 * n);
+      HF_UNROLL
+      for (int m = 0; m < kRowBlocks; ++m) {
+        mma_m16n8k16<Element>(out[m][n], a[m], b[0], b[1]);
+        mma_m16n8k16<Element>(out[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+
+  // The warps' outputs meet in shared memory (kWarps, kRows, kPitch), brought to each row's largest reference.
+  copy_async_wait<0>();
+  softmax.finish();
+  __syncthreads();
+  float* const merged = reinterpret_cast<float*>(shared);
+  float* const minus_references = merged + kWarps * kRows * Shared::kPitch;   // (kWarps, kRows)
+  float* const sums = minus_references + kWarps * kRows;
+  HF_UNROLL
+  for (int m = 0; m < kRowBlocks; ++m)
+    HF_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp * kRows + 16 * m + lane / 4 + 8 * half;
+      if (lane % 4 == 0) {
+        minus_references[row] = softmax.minus_reference[m][half];
+        sums[row] = softmax.sum[m][half];
+      }
+      HF_UNROLL
+      for (int n = 0; n < kOutBlocks; ++n)
+        *reinterpret_cast<float2*>(merged + row * Shared::kPitch + 8 * n + lane % 4 * 2) =
+            make_float2(out[m][n][2 * half], out[m][n][2 * half + 1]);
+    }
+  __syncthreads();
+
+  for (int i = threadIdx.x; i < kRows * (kHeadDim / 4); i += kThreads) {
+    const int row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
+    if (tile.first + row >= tile.last || column >= p.head_dim) continue;
+    float minus_reference = minus_references[row], sum = 0.f;
+    HF_UNROLL
+    for (int w = 1; w < kWarps; ++w) minus_reference = fminf(minus_reference, minus_references[w * kRows + row]);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    HF_UNROLL
+    for (int w = 0; w < kWarps; ++w) {
+      const float factor = exp2_approx(minus_reference - minus_references[w * kRows + row]);
+      const float4 y = *reinterpret_cast<const float4*>(merged + (w * kRows + row) * Shared::kPitch + column);
+      sum = fmaf(factor, sums[w * kRows + row], sum);
+      x = make_float4(fmaf(factor, y.x, x.x), fmaf(factor, y.y, x.y), fmaf(factor, y.z, x.z), fmaf(factor, y.w, x.w));
+    }
+    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+    const float lse_log2 = sum == 0.f ? kNegativeInfinity : log2f(sum) - minus_reference;
+    x = make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
+    const int query = (tile.first + row) / tile.group, head = kv_head * tile.group + (tile.first + row) % tile.group;
+    if (splits.count == 1) {
+      *reinterpret_cast<uint2*>(sequence.q_base<Element>(p.out, head) + query * p.out.row_stride + column) =
+          make_uint2(pack<Element>(x.x, x.y), pack<Element>(x.z, x.w));
+      if (column == 0 && p.lse) p.lse[sequence.lse_base(p, batch, head) + query] = lse_log2 * kLn2;
+    } else {
+      const int64_t partial = schedule.partial_row(p, batch, head, query) + split;
+      *reinterpret_cast<float4*>(schedule.partial_out + partial * p.head_dim + column) = x;
+      if (column == 0) schedule.partial_lse[partial] = lse_log2;
+    }
+  }
+}
+
+// One block per row of the output: (batch, heads, seq_q). Groups of kHeadDim / 4 threads each add every kParts-th split.
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(128) decode_combine_kernel(const Params p, const DecodeSchedule schedule) {
+  constexpr int kColumnThreads = kHeadDim / 4, kParts = 128 / kColumnThreads;
+  HF_DYNAMIC_SHARED(shared);
+  const int query = blockIdx.x % p.seq_q, head = blockIdx.x / p.seq_q % p.heads, batch = blockIdx.x / p.seq_q / p.heads;
+  const Sequence sequence = decode_sequence(p, batch);
+  const int group = p.heads / p.kv_heads;
+  const RowTile tile(p, schedule, sequence.q_length, (query * group + head % group) / schedule.rows);
+  const Mask mask(sequence.q_length, sequence.k_length, p.window_left, p.window_right);
+  const int count = Splits(mask.keys(tile.first_query(), tile.last_query()), p.num_splits).count;
+  if (count == 1) return;   // written already
+
+  const int64_t first = schedule.partial_row(p, batch, head, query);
+  const float* const lse = schedule.partial_lse + first;
+  float maximum = kNegativeInfinity, sum = 0.f;
+  for (int split = threadIdx.x % 32; split < count; split += 32) maximum = fmaxf(maximum, lse[split]);
+  HF_UNROLL
+  for (int i = 16; i; i /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, i));
+  if (maximum == kNegativeInfinity) maximum = 0.f;
+  for (int split = threadIdx.x % 32; split < count; split += 32) sum += exp2_approx(lse[split] - maximum);
+  HF_UNROLL
+  for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+
+  const int column = threadIdx.x % kColumnThreads * 4, part = threadIdx.x / kColumnThreads;
+  float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (part < kParts && column < p.head_dim) {
+#pragma unroll 4
+    for (int split = part; split < count; split += kParts) {
+      const float weight = exp2_approx(lse[split] - maximum);
+      const float4 y =
+          *reinterpret_cast<const float4*>(schedule.partial_out + (first + split) * p.head_dim + column);
+      x = make_float4(fmaf(weight, y.x, x.x), fmaf(weight, y.y, x.y), fmaf(weight, y.z, x.z), fmaf(weight, y.w, x.w));
+    }
+  }
+  float4* const parts = reinterpret_cast<float4*>(shared);   // (128)
+  parts[threadIdx.x] = x;
+  __syncthreads();
+  if (part > 0 || column >= p.head_dim) return;
+  HF_UNROLL
+  for (int other = 1; other < kParts; ++other) {
+    const float4 y = parts[other * kColumnThreads + threadIdx.x];
+    x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+  }
+  const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+  *reinterpret_cast<uint2*>(sequence.q_base<Element>(p.out, head) + query * p.out.row_stride + column) =
+      make_uint2(pack<Element>(x.x * inverse, x.y * inverse), pack<Element>(x.z * inverse, x.w * inverse));
+  if (column == 0 && p.lse)
+    p.lse[sequence.lse_base(p, batch, head) + query] = sum == 0.f ? kNegativeInfinity : (log2f(sum) + maximum) * kLn2;
+}
+
+template <class Element, int kHeadDim> int decode(const Params& p, cudaStream_t stream) {
+  using Config = DecodeConfig<kHeadDim>;
+  const DecodeSchedule schedule(p, kHeadDim);
+  if (p.new_k.data)
+    if (int error = append<Element>(p, stream)) return error;
+  int error;
+  if (schedule.rows == 16)
+    error = launch(decode_kernel<Element, kHeadDim, 1>, schedule.blocks(p), Config::kThreads,
+                   DecodeShared<kHeadDim, 1>::kBytes, stream, p, schedule);
+  else
+    error = launch(decode_kernel<Element, kHeadDim, Config::kMaxRowBlocks>, schedule.blocks(p), Config::kThreads,
+                   DecodeShared<kHeadDim, Config::kMaxRowBlocks>::kBytes, stream, p, schedule);
+  if (error || schedule.splits == 1) return error;
+  return launch(decode_combine_kernel<Element, kHeadDim>, int64_t(p.batch) * p.heads * p.seq_q, 128, 128 * 16, stream, p,
+                schedule);
+}
+
+template <int kHeadDim> int portable_decode(const Params& p, cudaStream_t stream) {
+  if (p.cu_seqlens_q || p.cu_seqlens_k || p.dropout_p > 0.f) return HF_FLASH_UNSUPPORTED;
+  return p.dtype == HF_FLASH_BF16 ? decode<bf16, kHeadDim>(p, stream) : decode<fp16, kHeadDim>(p, stream);
+}
+
+template <int kHeadDim> int64_t portable_decode_workspace(const Params& p) {
+  return DecodeSchedule(p, kHeadDim).workspace_bytes(p);
+}
+
+template int portable_decode<HF_FLASH_HEAD_DIM>(const Params& p, cudaStream_t stream);
+template int64_t portable_decode_workspace<HF_FLASH_HEAD_DIM>(const Params& p);
+
+}  // namespace hf_flash
