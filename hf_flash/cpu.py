@@ -138,6 +138,28 @@ def _forward_one(q, k, v, f, batches):
     return out, lse
 
 
+def _fused_gradients(grad_out, q, k, v, out, lse, causal, bias, scale):
+    """PyTorch's backward; for grouped heads one row of the batch at a time.
+
+    It would add up a group's dk and dv in their own dtype. Taking the kv heads for the batch and the group for the heads
+    gives each query head's share, from views of k and v, to be added in fp32.
+    """
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    if group == 1 or q.dtype.itemsize > 2:
+        return _fused_backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    results = []
+    for b in range(q.shape[0]):
+        grouped = [x[b].unflatten(0, (kv_heads, group)) for x in (grad_out, q, out, lse)]
+        shared = [x[b][:, None].expand(-1, group, -1, -1) for x in (k, v)]
+        if bias is not None and bias.dim() == 4:
+            bias_b = bias[b if bias.shape[0] > 1 else 0].unflatten(0, (kv_heads, group))
+        else:
+            bias_b = bias
+        grads = _fused_backward(*grouped[:2], *shared, *grouped[2:], 0.0, causal, attn_mask=bias_b, scale=scale)
+        results.append((grads[0].flatten(0, 1), *(x.sum(1, dtype=torch.float32) for x in grads[1:])))
+    return [torch.stack(x) for x in zip(*results)]
+
+
 def _backward_one(grad_out, grad_lse, q, k, v, out, lse, f, batches):
     """Inputs (batch, heads, seq, head_dim); returns dq, dk, dv of that shape (any strides)."""
     batch, heads, seq_q, head_dim = q.shape
@@ -148,7 +170,7 @@ def _backward_one(grad_out, grad_lse, q, k, v, out, lse, f, batches):
     if len(pieces) == 1 and not plain and pieces[0][:4] == (0, seq_q, 0, seq_k):
         bias = _bias(pieces[0], diagonal, f, batches, dtype)
         causal = pieces[0][4] == "causal"
-        return _fused_backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=f.scale)
+        return _fused_gradients(grad_out, q, k, v, out, lse, causal, bias, f.scale)
     dq = torch.zeros_like(q)
     dk = torch.zeros(k.shape, dtype=dtype)
     dv = torch.zeros(v.shape, dtype=dtype)
@@ -158,23 +180,23 @@ def _backward_one(grad_out, grad_lse, q, k, v, out, lse, f, batches):
         grad, o, s = grad_out[:, :, a:b], out[:, :, a:b], lse[:, :, a:b]
         if not plain:
             bias = _bias(piece, diagonal, f, batches, dtype)
-            dq_piece, dk_piece, dv_piece = _fused_backward(
-                grad, q_piece, k_piece, v_piece, o, s, 0.0, kind == "causal", attn_mask=bias, scale=f.scale
+            dq_piece, dk_piece, dv_piece = _fused_gradients(
+                grad, q_piece, k_piece, v_piece, o, s, kind == "causal", bias, f.scale
             )
         else:
             p, slope = _scores(q, k, piece, diagonal, f, batches)
             p = p.sub_(s[..., None]).exp_()
             grouped = (batch, kv_heads, -1, high - low)
             grad = grad.to(dtype)
-            delta = (grad * o.to(dtype)).sum(-1, keepdim=True)
-            if grad_lse is not None:
-                delta -= grad_lse[:, :, a:b, None].to(dtype)
             grad = grad.reshape(batch, kv_heads, -1, v.shape[-1])
             dp = (grad @ v_piece.to(dtype).transpose(-1, -2)).view(p.shape)
             dropped = p
             if f.dropout_p > 0:
                 keep = _kept(f, batches, heads, piece) * _keep_scale(f)
                 dropped, dp = p * keep, dp.mul_(keep)
+            delta = (p * dp).sum(-1, keepdim=True)
+            if grad_lse is not None:
+                delta -= grad_lse[:, :, a:b, None].to(dtype)
             dv_piece = dropped.view(grouped).transpose(-1, -2) @ grad
             ds = dp.sub_(delta).mul_(p).mul_(f.scale)
             if slope is not None:
@@ -186,6 +208,10 @@ def _backward_one(grad_out, grad_lse, q, k, v, out, lse, f, batches):
         dk[:, :, low:high] += dk_piece
         dv[:, :, low:high] += dv_piece
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _rows(x):
+    return x if x.stride(-1) == 1 else x.contiguous()  # PyTorch's kernel takes the last axis to be contiguous
 
 
 def _spans(q, k, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k):
@@ -222,6 +248,10 @@ def _even(spans, q, k, packed_q, packed_k):
     return n_q, n_k
 
 
+def _split(x, n):
+    return x.view(n, -1, x.shape[1], x.shape[2])
+
+
 def _paged(k, v, used_k, block_table):
     """Gathers the pages in use: dense (batch, longest, kv_heads, head_dim)."""
     longest = int(used_k.max()) if used_k.numel() else 0
@@ -235,6 +265,7 @@ def forward(
 ):  # fmt: skip
     """out (contiguous, like q) and lse, fp32 (fp64 for fp64 inputs)."""
     f = _Features(scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    q, k, v = _rows(q), _rows(k), _rows(v)
     if block_table is not None:
         k, v = _paged(k, v, used_k, block_table)
     if cache_batch_idx is not None:
@@ -246,10 +277,10 @@ def forward(
     even = _even(spans, q, k, packed_q, packed_k)
     if even is not None:
         n = len(spans)
-        q, k, v = q.unflatten(0, (n, even[0])), k.unflatten(0, (n, even[1])), v.unflatten(0, (n, even[1]))
+        q, k, v = _split(q, n), _split(k, n), _split(v, n)
         out, lse = _forward_one(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), f, range(n))
         return out.flatten(0, 1), lse.transpose(0, 1).reshape(lse.shape[1], -1)
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    out = torch.empty(q.shape, dtype=q.dtype)
     dtype = _statistics_dtype(q)
     if packed_q:
         lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype)
@@ -279,16 +310,16 @@ def backward(
 ):  # fmt: skip
     """Writes the gradients into dq, dk and dv; one that is None is not wanted."""
     f = _Features(scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    q, k, v, grad_out = _rows(q), _rows(k), _rows(v), _rows(grad_out)
     spans = _spans(q, k, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k)
     packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
     wanted = (dq, dk, dv)
     even = None if spans is None else _even(spans, q, k, packed_q, packed_k)
     if even is not None:
         n = len(spans)
-        q, out, grad_out = (x.unflatten(0, (n, even[0])) for x in (q, out, grad_out))
-        k, v = (x.unflatten(0, (n, even[1])) for x in (k, v))
-        lse, grad_lse = (x if x is None else x.unflatten(1, (n, even[0])).transpose(0, 1) for x in (lse, grad_lse))
-        wanted = tuple(x if x is None else x.unflatten(0, (n, -1)) for x in wanted)
+        q, out, grad_out, k, v = (_split(x, n) for x in (q, out, grad_out, k, v))
+        lse, grad_lse = (x if x is None else x.reshape(len(x), n, -1).transpose(0, 1) for x in (lse, grad_lse))
+        wanted = tuple(x if x is None else _split(x, n) for x in wanted)
     if spans is None or even is not None:
         tensors = (x.transpose(1, 2) for x in (q, k, v, out))
         grads = _backward_one(grad_out.transpose(1, 2), grad_lse, *tensors, lse, f, range(q.shape[0]))
@@ -322,18 +353,22 @@ def decode(
 ):  # fmt: skip
     """Appends, then attends: out like q and lse (batch, heads, seq_q)."""
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if cache_seqlens is not None and len(cache_seqlens):
-        longest = int(cache_seqlens.max()) + (0 if k is None else k.shape[1])
-        if longest > capacity or int(cache_seqlens.min()) < 0:
-            raise ValueError(f"cache_seqlens needs {longest} slots, the cache holds {capacity}: give a larger cache")
+    lengths = [] if cache_seqlens is None else cache_seqlens.tolist()
+    new = 0 if k is None else k.shape[1]
+    if lengths and (max(lengths) + new > capacity or min(lengths) < 0):
+        raise ValueError(f"cache_seqlens {lengths} and {new} new keys do not fit the cache's {capacity} slots")
+    # Rows of one length are one batched call on a part of the cache.
+    even = lengths and lengths.count(lengths[0]) == len(lengths) and cache_leftpad is None and block_table is None
+    if even and rotary_cos is None and cache_batch_idx is None and k is not None:
+        k_cache[:, lengths[0] : lengths[0] + new] = k
+        v_cache[:, lengths[0] : lengths[0] + new] = v
+        k = None
     q, used = rotate_and_append(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         window_left, window_right, rotary_interleaved,
     )  # fmt: skip
-    if used is not None and cache_leftpad is None and block_table is None:
-        lengths = used.tolist()
-        if lengths and lengths.count(lengths[0]) == len(lengths):  # one batched call
-            k_cache, v_cache, used = k_cache[:, : lengths[0]], v_cache[:, : lengths[0]], None
+    if even:
+        k_cache, v_cache, used = k_cache[:, : lengths[0] + new], v_cache[:, : lengths[0] + new], None
     if block_table is not None and used is None:
         used = torch.full((q.shape[0],), capacity, dtype=torch.int32)
     return forward(
