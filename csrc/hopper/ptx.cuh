@@ -115,6 +115,12 @@ HF_DEVICE void store_matrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1,
                "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
+// The same value, of which the compiler knows nothing: what is computed from it stays where it is written, instead of
+// being kept in registers across a loop.
+HF_DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 // 2^x in one instruction; exp2f takes several for the sake of denormals.
 HF_DEVICE float ex2(float x) {
   float y;

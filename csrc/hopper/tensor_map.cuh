@@ -11,7 +11,7 @@ namespace hf_flash::hopper {
 // How rows of a tensor are addressed. Coordinates of a tile are {column, row, panel, head, outer} (Tile::load):
 // - plain: row counts from the start of the sequence, outer is the batch; clipped at `rows`.
 // - ragged, for sequences whose ends only the device knows: outer steps by one row as well, and the map begins
-//   `rows` rows before the tensor. Row r of n of a sequence that starts at row s is {row = rows - n + r, outer = s + n},
+//   `rows` rows before the tensor. Row r of n in a sequence starting at row s is {row = rows - n + r, outer = s + n},
 //   the row s + r of the tensor; r >= n is outside the map, so that loads give zero and stores do nothing.
 struct RowCoordinates {
   int row, outer;          // of the sequence's first row: add the row inside the sequence to `row`

@@ -1,0 +1,429 @@
+// Forward attention for Hopper, after FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608): a producer warpgroup copies
+// tiles by TMA, consumer warpgroups of 64 query rows each run softmax(Q K^T) V with S and P in registers.
+//   q (batch, seq_q, heads, head_dim)   k, v (batch, seq_k, kv_heads, head_dim), or packed by cu_seqlens
+//   out like q                          lse (batch, heads, seq_q) or (heads, total_q), fp32
+#include "forward.cuh"
+
+namespace hf_flash {
+namespace hopper {
+
+// Named barriers, one per consumer warpgroup from each of these on; 0 is __syncthreads.
+constexpr int kGroupBarrier = 1, kTurnBarrier = 4;
+constexpr int kNoTile = -1;
+
+// Fills in which tile of queries comes next. position counts tiles of sequence `batch` if lengths are ragged, else all.
+template <class C> HF_DEVICE void describe_work(Work& w, const ForwardArguments& a, int position, int batch) {
+  const Params& p = a.p;
+  if (a.ragged) {
+    const TilePosition at(a, position, ceil_div(Sequence(p, batch).q_length, C::kTileQ), p.heads);
+    w.head = at.head;
+    w.first_row = at.query_tile * C::kTileQ;
+  } else {
+    const TilePosition at(a, position, a.query_tiles, p.heads * p.batch);
+    batch = at.head / p.heads;
+    w.head = at.head % p.heads;
+    w.first_row = at.query_tile * C::kTileQ;
+  }
+  const Sequence s(p, batch);
+  w.batch = batch;
+  w.kv_head = w.head / (p.heads / p.kv_heads);
+  w.q_length = s.q_length;
+  w.k_length = s.k_length;
+  w.lse_offset = s.lse_base(p, batch, w.head);
+  w.q = a.q_rows.sequence(batch, s.q_row, s.q_length);
+  w.k = a.k_rows.sequence(batch, s.k_row, s.k_length);
+  w.v = a.v_rows.sequence(batch, s.k_row, s.k_length);
+  const Mask mask(s.q_length, s.k_length, p.window_left, p.window_right);
+  const int last_row = min(w.first_row + C::kTileQ, s.q_length);
+  const Range keys = mask.keys(w.first_row, last_row), seen_by_all = mask.keys_seen_by_all(w.first_row, last_row);
+  w.key_tiles = {keys.begin / C::kTileK, keys.empty() ? keys.begin / C::kTileK : ceil_div(keys.end, C::kTileK)};
+  w.unmasked_tiles = {ceil_div(seen_by_all.begin, C::kTileK), seen_by_all.end / C::kTileK};
+}
+
+// Warp 0 of the producer: takes tiles, tells the others, loads K and V, from the last key tile to the first and K one
+// step ahead of V. The next tile is taken only when this one's last load is out: sooner, and CTAs end unevenly.
+template <class C> HF_DEVICE void produce_keys(const ForwardArguments& a, ForwardShared<C>& s, int lane) {
+  using Tile = typename C::Tile;
+  const Params& p = a.p;
+  RaggedCursor<C::kTileQ> cursor;
+  Ring<C::kStages> k, v;
+  HF_NO_UNROLL
+  for (int tile = blockIdx.x, count = 0;; ++count) {
+    Work& w = s.work[count & 1];
+    int position = tile, batch = 0;
+    const bool found = tile != kNoTile && (a.ragged ? cursor.find(p, lane, position, batch)
+                                                    : position < a.query_tiles * p.heads * p.batch);
+    if (lane == 0) {
+      mbarrier_wait(&s.work_released[count & 1], (count >> 1 & 1) ^ 1);
+      if (found)
+        describe_work<C>(w, a, position, batch);
+      else
+        w.first_row = -1;
+      mbarrier_arrive(&s.work_arrived[count & 1]);
+    }
+    if (!found) break;
+    if (lane == 0) {
+      const int begin = w.key_tiles.begin, end = w.key_tiles.end;
+      HF_NO_UNROLL
+      for (int j = end - 1; j >= begin - 1; --j) {
+        if (j >= begin) {
+          mbarrier_wait(&s.k_released[k.stage], k.phase ^ 1);
+          mbarrier_expect_bytes(&s.k_arrived[k.stage], Tile::bytes(C::kTileK));
+          Tile::template load<C::kTileK>(s.k[k.stage], &a.k, &s.k_arrived[k.stage], a.copies,
+                                         w.k.row + j * C::kTileK, w.kv_head, w.k.outer);
+          k.advance();
+        }
+        if (j < end - 1) {
+          mbarrier_wait(&s.v_released[v.stage], v.phase ^ 1);
+          mbarrier_expect_bytes(&s.v_arrived[v.stage], Tile::bytes(C::kTileK));
+          Tile::template load<C::kTileK>(s.v[v.stage], &a.v, &s.v_arrived[v.stage], a.copies,
+                                         w.v.row + (j + 1) * C::kTileK, w.kv_head, w.v.outer);
+          v.advance();
+        }
+      }
+      if (!a.one_tile) tile = gridDim.x + atomicAdd(&p.tile_counter[0], 1);
+    }
+    tile = a.one_tile ? kNoTile : __shfl_sync(~0u, tile, 0);
+  }
+  // The last CTA to finish leaves both counters zero.
+  if (!a.one_tile && lane == 0 && atomicAdd(&p.tile_counter[1], 1) == int(gridDim.x) - 1) {
+    p.tile_counter[0] = 0;
+    p.tile_counter[1] = 0;
+  }
+}
+
+// One thread of the producer's warp 1: loads Q, each consumer warpgroup's rows as soon as their buffer is free.
+template <class C> HF_DEVICE void produce_queries(const ForwardArguments& a, ForwardShared<C>& s) {
+  HF_NO_UNROLL
+  for (int count = 0;; ++count) {
+    mbarrier_wait(&s.work_arrived[count & 1], count >> 1 & 1);
+    const Work& w = s.work[count & 1];
+    if (w.first_row < 0) break;
+    HF_NO_UNROLL
+    for (int group = 0; group < C::kConsumers; ++group) {
+      mbarrier_wait(&s.q_released[group], (count & 1) ^ 1);
+      mbarrier_expect_bytes(&s.q_arrived[group], C::Tile::bytes(64));
+      C::Tile::template load<64>(s.q[group], &a.q, &s.q_arrived[group], a.copies, w.q.row + w.first_row + group * 64,
+                                 w.head, w.q.outer);
+    }
+    mbarrier_arrive(&s.work_released[count & 1]);
+  }
+}
+
+template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShared<C>& s, int group, int warp) {
+  using Element = typename C::Element;
+  using Tile = typename C::Tile;
+  constexpr int kTileK = C::kTileK, kHeadDim = C::kHeadDim;
+  constexpr bool kGeneral = C::kVariant == Variant::kGeneral;
+  const Params& p = a.p;
+  const int lane = threadIdx.x % 32;
+  const bool leader = threadIdx.x % 128 == 0;
+  const int tile_row = group * 64 + warp % 4 * 16 + lane / 4, tile_column = 2 * (lane % 4);
+  // The general kernel may turn scores into log2 units itself; softmax then has nothing to scale.
+  const bool transforms = kGeneral && (p.softcap > 0.f || p.alibi_slopes != nullptr || p.scale <= 0.f);
+  const float scale = transforms ? 1.f : p.scale * kLog2e;
+  const uint64_t q_descriptor = Tile::k_major(s.q[group]);
+
+  Ring<C::kStages> ring;               // of K and V alike: both have as many tiles
+  if (C::kPingPong && group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);   // warpgroup 0 goes first
+  HF_NO_UNROLL
+  for (int count = 0;; ++count) {
+    mbarrier_wait(&s.work_arrived[count & 1], count >> 1 & 1);
+    const Work& w = s.work[count & 1];
+    if (w.first_row < 0) break;
+    const int row = w.first_row + tile_row, begin = w.key_tiles.begin, end = w.key_tiles.end;
+    float out[kHeadDim / 2];
+    uint32_t probabilities[kTileK / 4];
+    OnlineSoftmax<C::kLazyRescale> softmax;
+    HF_UNROLL
+    for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
+
+    auto multiply_qk = [&](float(&scores)[kTileK / 2]) {
+      const uint64_t k_descriptor = Tile::k_major(s.k[ring.stage]);
+      wgmma_fence();
+      HF_UNROLL
+      for (int k = 0; k < kHeadDim / 16; ++k)
+        Wgmma<Element, kTileK, false>::ss(scores, q_descriptor + Tile::template k_step<64>(k),
+                                          k_descriptor + Tile::template k_step<kTileK>(k), k > 0);
+      wgmma_commit();
+    };
+    auto multiply_pv = [&](int stage) {
+      const uint64_t v_descriptor = Tile::template mn_major<kTileK>(s.v[stage]);
+      wgmma_fence();
+      HF_UNROLL
+      for (int k = 0; k < kTileK / 16; ++k)
+        Wgmma<Element, kHeadDim, true>::rs(out, probabilities + 4 * k, v_descriptor + Tile::row_step(k), 1);
+      wgmma_commit();
+    };
+    auto to_probabilities = [&](float(&scores)[kTileK / 2]) {
+      HF_UNROLL
+      for (int i = 0; i < kTileK / 4; ++i) probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    };
+    // What the scores of key tile j still need before softmax, and P after it.
+    auto prepare = [&](float(&scores)[kTileK / 2], int j) {
+      const int column = j * kTileK + tile_column;
+      if constexpr (kGeneral) {
+        if (transforms) transform_scores(scores, p, w, row, column);
+        if (j < w.unmasked_tiles.begin || j >= w.unmasked_tiles.end) {
+          const Mask mask(w.q_length, w.k_length, p.window_left, p.window_right);
+          HF_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            const Range keys = mask.keys(row + 8 * r);
+            mask_row(scores, r, keys.begin - column, keys.end - column);
+          }
+        }
+      } else {
+        HF_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          int keys_end = w.k_length - column;
+          if (C::kVariant == Variant::kCausal)
+            keys_end = min(keys_end, row + 8 * r + 1 + w.k_length - w.q_length - column);
+          mask_row_end(scores, r, keys_end);
+        }
+      }
+    };
+    auto finish = [&](float(&scores)[kTileK / 2], int j) {
+      if constexpr (kGeneral) {
+        if (p.dropout_p > 0.f) drop(scores, p, w, row, j * kTileK + tile_column);
+      }
+    };
+
+    mbarrier_wait(&s.q_arrived[group], count & 1);
+    if (begin < end) {
+      int j = end - 1;
+      {
+        float scores[kTileK / 2];
+        mbarrier_wait(&s.k_arrived[ring.stage], ring.phase);
+        multiply_qk(scores);
+        wgmma_wait<0>();
+        pin(scores);
+        if (leader) mbarrier_arrive(&s.k_released[ring.stage]);
+        prepare(scores, j);
+        softmax.template update<true, true>(scores, scale);
+        finish(scores, j);
+        to_probabilities(scores);
+      }
+      // S of tile j is computed while softmax of it waits for nothing but S, and runs under P V of tile j + 1.
+      auto step = [&](int j, auto masked) {
+        constexpr bool kMasked = decltype(masked)::value;
+        float scores[kTileK / 2];
+        const Ring<C::kStages> previous = ring;
+        ring.advance();
+        if (group == 0 || !C::kPingPong) mbarrier_wait(&s.k_arrived[ring.stage], ring.phase);
+        if (C::kPingPong) barrier_sync(kTurnBarrier + group, 256);
+        multiply_qk(scores);
+        if (C::kRescaleFirst) softmax.rescale(out);
+        if (group == 0 || !C::kPingPong) mbarrier_wait(&s.v_arrived[previous.stage], previous.phase);
+        multiply_pv(previous.stage);
+        if (C::kPingPong) barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
+        wgmma_wait<1>();
+        pin(scores);
+        if (leader) mbarrier_arrive(&s.k_released[ring.stage]);
+        if (kMasked) prepare(scores, j);
+        softmax.template update<false, kMasked>(scores, scale);
+        finish(scores, j);
+        wgmma_wait<0>();
+        pin(out);
+        if (leader) mbarrier_arrive(&s.v_released[previous.stage]);
+        to_probabilities(scores);
+        if (!C::kRescaleFirst) softmax.rescale(out);
+      };
+      --j;
+      if (C::kVariant != Variant::kFull) {
+        const int last_masked = kGeneral ? begin : max(begin, w.unmasked_tiles.end);
+        HF_NO_UNROLL
+        for (; j >= last_masked; --j) step(j, std::true_type{});
+      }
+      if (!kGeneral) {
+        HF_NO_UNROLL
+        for (; j >= begin; --j) step(j, std::false_type{});
+      }
+      if (!C::kOutputInQ && leader) mbarrier_arrive(&s.q_released[group]);   // the next Q loads under this tile's end
+      if (C::kRescaleFirst) softmax.rescale(out);
+      mbarrier_wait(&s.v_arrived[ring.stage], ring.phase);
+      multiply_pv(ring.stage);
+    }
+
+    softmax.finish();
+    float factor[2];
+    HF_UNROLL
+    for (int r = 0; r < 2; ++r) factor[r] = softmax.sum[r] == 0.f ? 0.f : 1.f / softmax.sum[r];
+    if (kGeneral && p.dropout_p > 0.f) {
+      factor[0] *= 1.f / (1.f - p.dropout_p);
+      factor[1] *= 1.f / (1.f - p.dropout_p);
+    }
+    wgmma_wait<0>();
+    pin(out);
+    if (begin < end) {
+      if (leader) mbarrier_arrive(&s.v_released[ring.stage]);
+      ring.advance();
+    } else if (!C::kOutputInQ && leader) {
+      mbarrier_arrive(&s.q_released[group]);
+    }
+    if (p.lse != nullptr && lane % 4 == 0) {
+      float* lse = p.lse + w.lse_offset;
+      HF_UNROLL
+      for (int r = 0; r < 2; ++r)
+        if (row + 8 * r < w.q_length) lse[row + 8 * r] = softmax.lse(r, scale);
+    }
+    // O goes out through shared memory: from Q's rows once all four warps are done with them, or from its own buffer
+    // once the previous tile's store has left it.
+    char* const staged = C::kOutputInQ ? s.q[group] : s.out[group];
+    const int store_lane = opaque(lane), store_row = warp % 4 * 16 + store_lane % 16;
+    if (!C::kOutputInQ && leader) bulk_wait_read<0>();
+    barrier_sync(kGroupBarrier + group, 128);
+    HF_UNROLL
+    for (int i = 0; i < kHeadDim / 16; ++i) {
+      const float* x = &out[8 * i];
+      store_matrix_x4(shared_address(staged) + Tile::template chunk_offset<64>(store_row, 2 * i + store_lane / 16),
+                      pack<Element>(x[0] * factor[0], x[1] * factor[0]), pack<Element>(x[2] * factor[1], x[3] * factor[1]),
+                      pack<Element>(x[4] * factor[0], x[5] * factor[0]), pack<Element>(x[6] * factor[1], x[7] * factor[1]));
+    }
+    fence_async_shared();
+    barrier_sync(kGroupBarrier + group, 128);
+    if (leader) {
+      Tile::template store<64>(&a.out, staged, a.copies, w.q.row + w.first_row + group * 64, w.head, w.q.outer);
+      bulk_commit();
+      if (C::kOutputInQ) {
+        bulk_wait_read<0>();
+        mbarrier_arrive(&s.q_released[group]);
+      }
+      mbarrier_arrive(&s.work_released[count & 1]);
+    }
+  }
+  if (leader) bulk_wait_read<0>();     // shared memory must outlive the last store
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments a) {
+  HF_DYNAMIC_SHARED(memory);
+  ForwardShared<C>& s = *reinterpret_cast<ForwardShared<C>*>(memory);
+  // Through a shuffle, so that the compiler knows them to be uniform in a warp.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kConsumers; ++i) {
+      mbarrier_init(&s.q_arrived[i], 1);
+      mbarrier_init(&s.q_released[i], 1);
+    }
+    for (int i = 0; i < C::kStages; ++i) {
+      mbarrier_init(&s.k_arrived[i], 1);
+      mbarrier_init(&s.v_arrived[i], 1);
+      mbarrier_init(&s.k_released[i], C::kConsumers);
+      mbarrier_init(&s.v_released[i], C::kConsumers);
+    }
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(&s.work_arrived[i], 1);
+      mbarrier_init(&s.work_released[i], C::kConsumers + 1);   // the warpgroups and produce_queries
+    }
+    fence_mbarrier_init();
+  }
+  zero_unowned_rows<typename C::Element>(a.p.out, a.p.cu_seqlens_q, a.p.batch, a.p.total_q, a.p.heads, a.p.head_dim);
+  __syncthreads();
+  if (group == 0) {
+    registers_shrink<C::kProducerRegisters>();
+    if (warp == 0) produce_keys<C>(a, s, threadIdx.x % 32);
+    if (threadIdx.x == 32) produce_queries<C>(a, s);
+  } else {
+    registers_grow<C::kConsumerRegisters>();
+    consume<C>(a, s, group - 1, warp);
+  }
+}
+
+// ---- Launchers.
+
+struct ForwardShape {
+  int tile_q, tile_k, panel_width;
+  bool ping_pong;
+};
+
+// Measured choices. 192 rows read K and V less often, 128 waste less of short sequences and leave the general kernel
+// the registers it needs. Panels of 64 columns where they divide the head dim.
+constexpr ForwardShape forward_shape(int head_dim, Variant variant, bool small_tile) {
+  const bool causal = variant == Variant::kCausal, general = variant == Variant::kGeneral;
+  switch (head_dim) {
+    case 64: return small_tile || general ? ForwardShape{128, 128, 64, causal} : ForwardShape{192, 128, 64, causal};
+    case 80:
+      if (small_tile || general) return {128, 128, variant == Variant::kFull ? 32 : 16, false};
+      return causal ? ForwardShape{192, 96, 16, false} : ForwardShape{192, 112, 32, false};
+    case 96:
+      return small_tile || general ? ForwardShape{128, 128, 32, false} : ForwardShape{192, 112, 32, causal};
+    case 128: return {128, 128, 64, false};
+    case 192: return {128, general ? 96 : 112, 64, false};
+    default: return {128, general ? 64 : 80, 64, false};
+  }
+}
+
+template <class C> int launch_forward(const Params& p, cudaStream_t stream) {
+  using Tile = typename C::Tile;
+  using Element = typename C::Element;
+  ForwardArguments a;
+  a.p = p;
+  a.q_rows = query_rows(p);
+  a.k_rows = key_rows(p, p.k);
+  a.v_rows = key_rows(p, p.v);
+  a.copies = copies_per_tile<Tile>(p.head_dim);
+  const bool no_keys = p.seq_k == 0;   // then K and V may have no address, and nothing reads through their maps
+  for (int error : {make_tensor_map<Element, Tile>(&a.q, p.q, a.q_rows, p.heads, p.head_dim, 64),
+                    make_tensor_map<Element, Tile>(&a.out, p.out, a.q_rows, p.heads, p.head_dim, 64),
+                    make_tensor_map<Element, Tile>(&a.k, no_keys ? p.q : p.k, a.k_rows, p.kv_heads, p.head_dim, C::kTileK),
+                    make_tensor_map<Element, Tile>(&a.v, no_keys ? p.q : p.v, a.v_rows, p.kv_heads, p.head_dim, C::kTileK)})
+    if (error) return error;
+
+  a.ragged = p.cu_seqlens_q || p.cu_seqlens_k || p.used_k;
+  a.longest_first = p.window_right >= 0;
+  a.query_tiles = ceil_div(p.seq_q, C::kTileQ);
+  const int64_t key_bytes = int64_t(p.seq_k) * p.head_dim * 4 * p.kv_heads / p.heads;   // K and V, for one query head
+  const int64_t all_heads = int64_t(p.heads) * p.batch;
+  a.section_heads = 1;
+  while (a.section_heads < all_heads && a.section_heads * 2 * key_bytes <= (32 << 20)) a.section_heads *= 2;
+
+  // With packed queries this bounds the number of tiles: each sequence ends with at most one partial tile.
+  const int64_t tiles = p.cu_seqlens_q ? (p.total_q / C::kTileQ + p.batch) * p.heads : a.query_tiles * all_heads;
+  const int sm_count = device_facts().sm_count;
+  a.one_tile = tiles <= sm_count || p.tile_counter == nullptr;
+  return launch(forward_kernel<C>, a.one_tile ? tiles : sm_count, C::kThreads, sizeof(ForwardShared<C>), stream, a);
+}
+
+// Whether 128 query rows a tile end sooner than 192: by the rows that fill whole waves of tiles and, causal, by the keys
+// that the diagonal wastes, at 7 % more time per row.
+inline bool small_tile_is_faster(const Params& p, bool causal) {
+  const int64_t sequences = int64_t(p.batch) * p.heads, sm_count = device_facts().sm_count;
+  const int64_t rows = p.cu_seqlens_q ? p.total_q / (p.batch > 0 ? p.batch : 1) : p.seq_q;
+  const auto cost = [&](int64_t tile_q) {
+    const int64_t waves = ((rows + tile_q - 1) / tile_q * sequences + sm_count - 1) / sm_count;
+    return double(waves * tile_q) * double(causal ? p.seq_k + tile_q : p.seq_k);
+  };
+  return 1.07 * cost(128) < cost(192);
+}
+
+template <class Element, int kHeadDim, Variant kVariant> int launch_variant(const Params& p, cudaStream_t stream) {
+  constexpr ForwardShape kShape = forward_shape(kHeadDim, kVariant, false);
+  if constexpr (kShape.tile_q > 128) {
+    constexpr ForwardShape kSmall = forward_shape(kHeadDim, kVariant, true);
+    if (small_tile_is_faster(p, kVariant == Variant::kCausal))
+      return launch_forward<ForwardConfig<Element, kHeadDim, kSmall.tile_q, kSmall.tile_k, kSmall.panel_width,
+                                          kVariant, kSmall.ping_pong>>(p, stream);
+  }
+  return launch_forward<ForwardConfig<Element, kHeadDim, kShape.tile_q, kShape.tile_k, kShape.panel_width, kVariant,
+                                      kShape.ping_pong>>(p, stream);
+}
+
+template <class Element, int kHeadDim> int launch_element(Params p, cudaStream_t stream) {
+  // Limits that no sequence can reach are none: one query is never causal.
+  if (p.window_left >= p.seq_k - 1) p.window_left = -1;
+  if (p.window_right >= p.seq_q - 1) p.window_right = -1;
+  const bool plain = p.softcap == 0.f && !p.alibi_slopes && p.dropout_p == 0.f && p.scale > 0.f && p.window_left < 0;
+  if (plain && p.window_right < 0) return launch_variant<Element, kHeadDim, Variant::kFull>(p, stream);
+  if (plain && p.window_right == 0) return launch_variant<Element, kHeadDim, Variant::kCausal>(p, stream);
+  return launch_variant<Element, kHeadDim, Variant::kGeneral>(p, stream);
+}
+
+}  // namespace hopper
+
+template <int kHeadDim> int hopper_forward(const Params& p, cudaStream_t stream) {
+  return p.dtype == HF_FLASH_BF16 ? hopper::launch_element<bf16, kHeadDim>(p, stream)
+                                  : hopper::launch_element<fp16, kHeadDim>(p, stream);
+}
+template int hopper_forward<HF_FLASH_HEAD_DIM>(const Params&, cudaStream_t);
+
+}  // namespace hf_flash
