@@ -114,6 +114,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
   using Element = typename C::Element;
   using Tile = typename C::Tile;
   constexpr int kTileK = C::kTileK, kHeadDim = C::kHeadDim;
+  using Scores = float[kTileK / 2];
   constexpr bool kGeneral = C::kVariant == Variant::kGeneral;
   const Params& p = a.p;
   const int lane = threadIdx.x % 32;
@@ -138,7 +139,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
     HF_UNROLL
     for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
 
-    auto multiply_qk = [&](float(&scores)[kTileK / 2]) {
+    auto multiply_qk = [&](Scores& scores) {
       const uint64_t k_descriptor = Tile::k_major(s.k[ring.stage]);
       wgmma_fence();
       HF_UNROLL
@@ -155,12 +156,12 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
         Wgmma<Element, kHeadDim, true>::rs(out, probabilities + 4 * k, v_descriptor + Tile::row_step(k), 1);
       wgmma_commit();
     };
-    auto to_probabilities = [&](float(&scores)[kTileK / 2]) {
+    auto to_probabilities = [&](Scores& scores) {
       HF_UNROLL
       for (int i = 0; i < kTileK / 4; ++i) probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
     };
     // What the scores of key tile j still need before softmax, and P after it.
-    auto prepare = [&](float(&scores)[kTileK / 2], int j) {
+    auto prepare = [&](Scores& scores, int j) {
       const int column = j * kTileK + tile_column;
       if constexpr (kGeneral) {
         if (transforms) transform_scores(scores, p, w, row, column);
@@ -182,7 +183,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
         }
       }
     };
-    auto finish = [&](float(&scores)[kTileK / 2], int j) {
+    auto finish = [&](Scores& scores, int j) {
       if constexpr (kGeneral) {
         if (p.dropout_p > 0.f) drop(scores, p, w, row, j * kTileK + tile_column);
       }
@@ -192,7 +193,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
     if (begin < end) {
       int j = end - 1;
       {
-        float scores[kTileK / 2];
+        Scores scores;
         mbarrier_wait(&s.k_arrived[ring.stage], ring.phase);
         multiply_qk(scores);
         wgmma_wait<0>();
@@ -206,7 +207,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
       // S of tile j is computed while softmax of it waits for nothing but S, and runs under P V of tile j + 1.
       auto step = [&](int j, auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
-        float scores[kTileK / 2];
+        Scores scores;
         const Ring<C::kStages> previous = ring;
         ring.advance();
         if (group == 0 || !C::kPingPong) mbarrier_wait(&s.k_arrived[ring.stage], ring.phase);
