@@ -141,8 +141,8 @@ def _forward_one(q, k, v, f, batches):
 def _fused_gradients(grad_out, q, k, v, out, lse, causal, bias, scale):
     """PyTorch's backward; for grouped heads one row of the batch at a time.
 
-    It would add up a group's dk and dv in their own dtype. Taking the kv heads for the batch and the group for the heads
-    gives each query head's share, from views of k and v, to be added in fp32.
+    It would add up a group's dk and dv in their own dtype. Taking the kv heads for the batch and the group for the
+    heads gives each query head's share, from views of k and v, to be added in fp32.
     """
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     if group == 1 or q.dtype.itemsize > 2:
@@ -364,7 +364,7 @@ def decode(
         v_cache[:, lengths[0] : lengths[0] + new] = v
         k = None
     q, used = rotate_and_append(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table,
         window_left, window_right, rotary_interleaved,
     )  # fmt: skip
     if even:

@@ -73,7 +73,7 @@ def flash_attn_with_kvcache(
             kv_heads, head_dim). Any strides; written in place at cache_seqlens.
         k, v: (batch, seq_new, kv_heads, head_dim), appended.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): k, and q, are rotated as they are read. Position of a new
-            key: its index in the cache, less cache_leftpad. With causal or a window each query has its own position,
+            key: its row in the cache, left padding included. With causal or a window each query has its own position,
             otherwise all have the first.
         cache_seqlens: int or (batch,) int32: keys in the cache before the append. None: all of it.
         cache_batch_idx: (batch,) int32: the row of the cache that serves each row of q.

@@ -190,7 +190,7 @@ def _decode_kernel(
     many_rows = q.shape[1] * (q.shape[2] // max(1, k_cache.shape[2])) > _DECODE_ROWS
     if many_rows or head_dim % 8 or k_cache.numel() == 0 or not (_is_aligned(k_cache) and _is_aligned(v_cache)):
         q, used = reference.rotate_and_append(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
             block_table, window_left, window_right, rotary_interleaved,
         )  # fmt: skip
         q, k_cache, v_cache = (F.pad(x, (0, -head_dim % 8)) if head_dim % 8 else x for x in (q, k_cache, v_cache))

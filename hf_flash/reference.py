@@ -175,18 +175,17 @@ def append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table):
 
 
 def rotate_and_append(
-    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table,
     window_left, window_right, rotary_interleaved,
 ):  # fmt: skip
     """The first half of decode in plain PyTorch; returns (rotated q, keys in use or None for all)."""
     if k is None:
         return q, cache_seqlens
     if rotary_cos is not None:
-        start = cache_seqlens.long() if cache_leftpad is None else cache_seqlens.long() - cache_leftpad.long()
-        positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
-        k = rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
+        start = cache_seqlens.long()[:, None]  # rows of the cache, left padding included
+        k = rotate(k, rotary_cos, rotary_sin, start + torch.arange(k.shape[1], device=k.device), rotary_interleaved)
         # As in flash-attn: with a causal or local mask each query has its own position, else all share the first.
         steps = torch.arange(q.shape[1], device=q.device) * (window_left >= 0 or window_right >= 0)
-        q = rotate(q, rotary_cos, rotary_sin, start[:, None] + steps, rotary_interleaved)
+        q = rotate(q, rotary_cos, rotary_sin, start + steps, rotary_interleaved)
     append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table)
     return q, cache_seqlens + k.shape[1]
