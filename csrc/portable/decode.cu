@@ -5,6 +5,8 @@
 // pair, so that all heads that share keys read them once. Its warps stream keys independently, 16 at a time, each through stages of
 // its own, and meet only at the end: the work is bound by memory, and no warp waits for another's copies. With several splits a
 // second kernel combines their outputs.
+#include <type_traits>
+
 #include "../launch.cuh"
 #include "../softmax.cuh"
 #include "cache.cuh"
@@ -15,25 +17,24 @@ namespace hf_flash {
 
 constexpr int kKeysPerUnit = 16;   // of a warp's stage: one k-step of p v
 
-// Three stages of 2 * 16 rows for each warp keep about 64 KB a block in flight; two blocks fit the 228 KB of an H100.
-template <int kHeadDim> struct DecodeConfig {
+// The stages of its warps keep 48 to 96 KB of a block in flight; two blocks fit the 228 KB of an H100.
+template <int kHeadDim, int kRowBlocks> struct DecodeConfig {
+  // A row block takes kHeadDim / 2 registers for the output and kHeadDim / 4 for q, of 255.
+  static constexpr bool kQueryInRegisters = kHeadDim * kRowBlocks <= 192;
   static constexpr int kWarps = kHeadDim <= 128 ? 4 : kHeadDim <= 160 ? 3 : 2;
-  static constexpr int kStages = kHeadDim <= 96 || kHeadDim == 192 ? 4 : 3;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kMaxRowBlocks = kHeadDim <= 128 ? 2 : 1;   // registers: kHeadDim / 2 for the output of each
-  static constexpr int kTileBytes = TileLayout<kHeadDim>::bytes(kKeysPerUnit);
-  static constexpr int kStageBytes = kWarps * 2 * kTileBytes;
-};
+  static constexpr int kStages = !kQueryInRegisters ? 2 : kHeadDim <= 96 || kHeadDim == 192 ? 4 : 3;
+  static constexpr int kThreads = 32 * kWarps, kRows = 16 * kRowBlocks;
 
-template <int kHeadDim, int kRowBlocks> struct DecodeShared {
-  using Config = DecodeConfig<kHeadDim>;
-  static constexpr int kRows = 16 * kRowBlocks;
-  static constexpr int kPitch = kHeadDim + 8;   // floats of a merged row: rows of a quarter-warp fall on different banks
-  static constexpr int kMergedBytes = Config::kWarps * kRows * (kPitch + 2) * 4;
-  static constexpr int kLoopBytes = Config::kStages * Config::kStageBytes;
+  // Shared memory: the stages, each k and v of every warp; q behind them, or in the last stage until that is filled; at the
+  // end the merged rows. Their pitch of kHeadDim + 8 floats puts the rows of a quarter-warp on different banks.
+  static constexpr int kTileBytes = TileLayout<kHeadDim>::bytes(kKeysPerUnit), kStageBytes = kWarps * 2 * kTileBytes;
+  static constexpr int kQueryBytes = TileLayout<kHeadDim>::bytes(kRows);
+  static constexpr int kQueryOffset = kQueryInRegisters ? (kStages - 1) * kStageBytes : kStages * kStageBytes;
+  static constexpr int kLoopBytes = kStages * kStageBytes + (kQueryInRegisters ? 0 : kQueryBytes);
+  static constexpr int kPitch = kHeadDim + 8, kMergedBytes = kWarps * kRows * (kPitch + 2) * 4;
   static constexpr int kBytes = kLoopBytes > kMergedBytes ? kLoopBytes : kMergedBytes;
   static_assert(kBytes <= 99 * 1024, "sm_86 and sm_89 give a block 99 KB");
-  static_assert(TileLayout<kHeadDim>::bytes(kRows) <= Config::kStageBytes, "q lies in the last stage until it is filled");
+  static_assert(kQueryBytes <= kStageBytes, "q lies in the last stage until it is filled");
 };
 
 struct DecodeSchedule {
@@ -73,13 +74,12 @@ struct RowTile {
 };
 
 template <class Element, int kHeadDim, int kRowBlocks>
-__global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
+__global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 2)
     decode_kernel(const Params p, const DecodeSchedule schedule) {
-  using Config = DecodeConfig<kHeadDim>;
-  using Shared = DecodeShared<kHeadDim, kRowBlocks>;
+  using Config = DecodeConfig<kHeadDim, kRowBlocks>;
   using Layout = TileLayout<kHeadDim>;
   constexpr int kWarps = Config::kWarps, kStages = Config::kStages, kThreads = Config::kThreads;
-  constexpr int kRows = Shared::kRows, kSteps = kHeadDim / 16, kOutBlocks = kHeadDim / 8, kChunks = Layout::kChunks;
+  constexpr int kRows = Config::kRows, kSteps = kHeadDim / 16, kOutBlocks = kHeadDim / 8, kChunks = Layout::kChunks;
 
   HF_DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -106,7 +106,8 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
   const int64_t cache_row = p.cache_batch_idx ? p.cache_batch_idx[batch] : batch;
   char* const my_stages = shared + warp * 2 * Config::kTileBytes;
 
-  // Starts the copy of one unit of this warp: 16 keys and values, zeros past the end.
+  // Starts the copy of one unit of this warp: 16 keys and values, zeros past the end. Lanes take 8 chunks of a row side by side,
+  // and the last 4 or 2 of rows that have no multiple of 8.
   const auto load_unit = [&](int unit, int stage) {
     const int first_key = keys.begin + unit * kKeysPerUnit;
     char* const to = my_stages + stage * Config::kStageBytes;
@@ -116,23 +117,36 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
       k_offset = at.offset(p.k);
       v_offset = at.offset(p.v);
     }
-    HF_UNROLL
-    for (int i = 0; i < kKeysPerUnit * kChunks / 32; ++i) {
-      const int row = (32 * i + lane) / kChunks, chunk = (32 * i + lane) % kChunks;
-      const bool valid = first_key + row < keys.end && chunk * 8 < p.head_dim;
-      int64_t k_row, v_row;
-      if (p.block_table) {
-        k_row = __shfl_sync(0xffffffffu, k_offset, row);
-        v_row = __shfl_sync(0xffffffffu, v_offset, row);
-      } else {
-        const int64_t key = sequence.k_row + first_key + row;
-        k_row = cache_row * p.k.batch_stride + key * p.k.row_stride;
-        v_row = cache_row * p.v.batch_stride + key * p.v.row_stride;
+    const auto load_columns = [&](auto width, int first_chunk, int panels) {
+      constexpr int kWidth = decltype(width)::value, kStep = 32 / kWidth;
+      const int chunk = first_chunk + lane % kWidth;
+      int row = lane / kWidth;
+      const Element* k_from = k_base + chunk * 8;
+      const Element* v_from = v_base + chunk * 8;
+      if (!p.block_table) {
+        k_from += cache_row * p.k.batch_stride + (sequence.k_row + first_key + row) * p.k.row_stride;
+        v_from += cache_row * p.v.batch_stride + (sequence.k_row + first_key + row) * p.v.row_stride;
       }
-      const int offset = Layout::chunk_offset(row, chunk);
-      copy_async_16(to + offset, k_base + (valid ? k_row + chunk * 8 : 0), valid);
-      copy_async_16(to + Config::kTileBytes + offset, v_base + (valid ? v_row + chunk * 8 : 0), valid);
-    }
+      HF_UNROLL
+      for (int i = 0; i < kKeysPerUnit / kStep; ++i, row += kStep) {
+        const int64_t k_row = p.block_table ? __shfl_sync(0xffffffffu, k_offset, row) : 0;
+        const int64_t v_row = p.block_table ? __shfl_sync(0xffffffffu, v_offset, row) : 0;
+        HF_UNROLL
+        for (int panel = 0; panel < panels; ++panel) {
+          const bool valid = first_key + row < keys.end && (chunk + panel * 8) * 8 < p.head_dim;
+          const int offset = Layout::chunk_offset(row, chunk + panel * 8);
+          copy_async_16(to + offset, k_from + k_row + panel * 64, valid);
+          copy_async_16(to + Config::kTileBytes + offset, v_from + v_row + panel * 64, valid);
+        }
+        if (!p.block_table) {
+          k_from += kStep * p.k.row_stride;
+          v_from += kStep * p.v.row_stride;
+        }
+      }
+    };
+    constexpr int kTail = kChunks % 8;
+    if constexpr (kChunks >= 8) load_columns(std::integral_constant<int, 8>{}, 0, kChunks / 8);
+    if constexpr (kTail > 0) load_columns(std::integral_constant<int, kTail>{}, kChunks - kTail, 1);
   };
   HF_UNROLL
   for (int stage = 0; stage < kStages - 1; ++stage) {
@@ -140,8 +154,8 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
     copy_async_commit();
   }
 
-  // q, rotated, passes through the last stage into registers. Without a causal or local mask all queries share one position.
-  char* const shared_q = shared + (kStages - 1) * Config::kStageBytes;
+  // q, rotated. Without a causal or local mask all queries share one position.
+  char* const shared_q = shared + Config::kQueryOffset;
   const bool own_positions = p.window_left >= 0 || p.window_right >= 0;
   for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks, query = (tile.first + row) / tile.group;
@@ -154,12 +168,17 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
     *reinterpret_cast<uint4*>(shared_q + Layout::chunk_offset(row, chunk)) = x;
   }
   __syncthreads();
-  uint32_t q[kSteps][kRowBlocks][4];
-  HF_UNROLL
-  for (int step = 0; step < kSteps; ++step)
+  uint32_t q[Config::kQueryInRegisters ? kSteps : 1][kRowBlocks][4];
+  const auto load_query = [&](int step) {
     HF_UNROLL
-    for (int m = 0; m < kRowBlocks; ++m) load_a<kHeadDim>(q[step][m], shared_q, 16 * m, 16 * step);
-  __syncthreads();   // q is in registers: the last stage may be filled
+    for (int m = 0; m < kRowBlocks; ++m)
+      load_a<kHeadDim>(q[Config::kQueryInRegisters ? step : 0][m], shared_q, 16 * m, 16 * step);
+  };
+  if (Config::kQueryInRegisters) {
+    HF_UNROLL
+    for (int step = 0; step < kSteps; ++step) load_query(step);
+    __syncthreads();   // the last stage may be filled
+  }
 
   int query_of[kRowBlocks][2];
   float slope_of[kRowBlocks][2];
@@ -203,12 +222,14 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
       for (int e = 0; e < 4; ++e) scores[m][0][e] = scores[m][1][e] = 0.f;
     HF_UNROLL
     for (int step = 0; step < kSteps; ++step) {
+      if (!Config::kQueryInRegisters) load_query(step);
       uint32_t b[4];
       load_b<kHeadDim>(b, k_tile, 0, 16 * step);
       HF_UNROLL
       for (int m = 0; m < kRowBlocks; ++m) {
-        mma_m16n8k16<Element>(scores[m][0], q[step][m], b[0], b[1]);
-        mma_m16n8k16<Element>(scores[m][1], q[step][m], b[2], b[3]);
+        const auto& a = q[Config::kQueryInRegisters ? step : 0][m];
+        mma_m16n8k16<Element>(scores[m][0], a, b[0], b[1]);
+        mma_m16n8k16<Element>(scores[m][1], a, b[2], b[3]);
       }
     }
 
@@ -266,7 +287,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
   softmax.finish();
   __syncthreads();
   float* const merged = reinterpret_cast<float*>(shared);
-  float* const minus_references = merged + kWarps * kRows * Shared::kPitch;   // (kWarps, kRows)
+  float* const minus_references = merged + kWarps * kRows * Config::kPitch;   // (kWarps, kRows)
   float* const sums = minus_references + kWarps * kRows;
   HF_UNROLL
   for (int m = 0; m < kRowBlocks; ++m)
@@ -279,7 +300,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
       }
       HF_UNROLL
       for (int n = 0; n < kOutBlocks; ++n)
-        *reinterpret_cast<float2*>(merged + row * Shared::kPitch + 8 * n + lane % 4 * 2) =
+        *reinterpret_cast<float2*>(merged + row * Config::kPitch + 8 * n + lane % 4 * 2) =
             make_float2(out[m][n][2 * half], out[m][n][2 * half + 1]);
     }
   __syncthreads();
@@ -294,7 +315,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim>::kThreads, 2)
     HF_UNROLL
     for (int w = 0; w < kWarps; ++w) {
       const float factor = exp2_approx(minus_reference - minus_references[w * kRows + row]);
-      const float4 y = *reinterpret_cast<const float4*>(merged + (w * kRows + row) * Shared::kPitch + column);
+      const float4 y = *reinterpret_cast<const float4*>(merged + (w * kRows + row) * Config::kPitch + column);
       sum = fmaf(factor, sums[w * kRows + row], sum);
       x = make_float4(fmaf(factor, y.x, x.x), fmaf(factor, y.y, x.y), fmaf(factor, y.z, x.z), fmaf(factor, y.w, x.w));
     }
@@ -365,18 +386,20 @@ __global__ void __launch_bounds__(128) decode_combine_kernel(const Params p, con
     p.lse[sequence.lse_base(p, batch, head) + query] = sum == 0.f ? kNegativeInfinity : (log2f(sum) + maximum) * kLn2;
 }
 
+template <class Element, int kHeadDim, int kRowBlocks>
+int launch_decode(const Params& p, const DecodeSchedule& schedule, cudaStream_t stream) {
+  using Config = DecodeConfig<kHeadDim, kRowBlocks>;
+  return launch(decode_kernel<Element, kHeadDim, kRowBlocks>, schedule.blocks(p), Config::kThreads, Config::kBytes, stream,
+                p, schedule);
+}
+
 template <class Element, int kHeadDim> int decode(const Params& p, cudaStream_t stream) {
-  using Config = DecodeConfig<kHeadDim>;
   const DecodeSchedule schedule(p, kHeadDim);
   if (p.new_k.data)
     if (int error = append<Element>(p, stream)) return error;
-  int error;
-  if (schedule.rows == 16)
-    error = launch(decode_kernel<Element, kHeadDim, 1>, schedule.blocks(p), Config::kThreads,
-                   DecodeShared<kHeadDim, 1>::kBytes, stream, p, schedule);
-  else
-    error = launch(decode_kernel<Element, kHeadDim, Config::kMaxRowBlocks>, schedule.blocks(p), Config::kThreads,
-                   DecodeShared<kHeadDim, Config::kMaxRowBlocks>::kBytes, stream, p, schedule);
+  constexpr int kMaxRowBlocks = kHeadDim <= 128 ? 2 : 1;   // registers for two outputs
+  const int error = schedule.rows == 16 ? launch_decode<Element, kHeadDim, 1>(p, schedule, stream)
+                                        : launch_decode<Element, kHeadDim, kMaxRowBlocks>(p, schedule, stream);
   if (error || schedule.splits == 1) return error;
   return launch(decode_combine_kernel<Element, kHeadDim>, int64_t(p.batch) * p.heads * p.seq_q, 128, 128 * 16, stream, p,
                 schedule);
