@@ -14,7 +14,7 @@ MAX_HEAD_DIM = 256
 def autocast(*tensors):
     """Under torch.autocast, attention runs in autocast's dtype, as PyTorch's own does; otherwise nothing changes."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == dtype or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
