@@ -25,9 +25,9 @@ def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="Hub path or folder (default: a small CodeGen with random weights)")
     parser.add_argument("--text", help="a text file to learn (default: Python's standard library)")
-    parser.add_argument("--steps", type=int, default=200 if cuda else 60)
+    parser.add_argument("--steps", type=int, default=200 if cuda else 50)
     parser.add_argument("--batch", type=int, default=16 if cuda else 8, help="rows over all processes")
-    parser.add_argument("--seq", type=int, default=2048 if cuda else 256)
+    parser.add_argument("--seq", type=int, default=2048 if cuda else 192)
     parser.add_argument("--fill", type=float, default=0.6, help="share of real tokens in a batch")
     parser.add_argument("--lr", type=float, help="default: 1e-3 from scratch, 2e-5 for a model that is loaded")
     parser.add_argument("--gradient-checkpointing", action="store_true")
@@ -40,8 +40,8 @@ def arguments(argv=None):
 
 
 def small_codegen(seq):
-    """A CodeGen that learns bytes: CodeGen-350M's shape on a GPU, four narrow layers on the CPU."""
-    layers, width, heads = (20, 1024, 16) if torch.cuda.is_available() else (4, 256, 4)
+    """A CodeGen that learns bytes: CodeGen-350M's shape on a GPU, three narrow layers on the CPU."""
+    layers, width, heads = (20, 1024, 16) if torch.cuda.is_available() else (3, 192, 4)
     config = transformers.CodeGenConfig(
         vocab_size=common.VOCABULARY, n_embd=width, n_layer=layers, n_head=heads, n_positions=max(seq, 1024),
         n_ctx=max(seq, 1024), rotary_dim=32, bos_token_id=common.EOS, eos_token_id=common.EOS,
