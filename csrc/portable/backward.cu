@@ -85,9 +85,9 @@ template <int kHeadDim, int kWarps> struct WarpColumns {
     pair = TileLayout<kHeadDim>::block_offset(0, warp * 16, lane % 16, lane / 16);
     half = TileLayout<kHeadDim>::block_offset(0, (kPairs * kWarps + warp / 2) * 16, lane, warp % 2);
   }
-  HF_DEVICE int column(int block) const {
-    return block < 2 * kPairs ? (block / 2 * kWarps + warp) * 16 + block % 2 * 8
-                              : (kPairs * kWarps + warp / 2) * 16 + warp % 2 * 8;
+  // Which 8 columns of the product a block is.
+  HF_DEVICE int column_block(int block) const {
+    return block < 2 * kPairs ? warp * 2 + (block / 2 * kWarps * 2 + block % 2) : warp + kPairs * kWarps * 2;
   }
   // b of blocks 2 index and 2 index + 1; of the half, for this step and the next.
   HF_DEVICE void load(uint32_t (&b)[4], const char* shared, int tile, int step, int index) const {
@@ -326,14 +326,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
       const int64_t padded_row = workspace.first_row(p, sequence, batch, head) + first_query;
       float* const rows = workspace.dq + (padded_row + query_row) * kHeadDim;
-      int32_t* const semaphore = workspace.semaphores + padded_row / workspace.padding;
+      int32_t* const semaphore = workspace.semaphores + padded_row / kRowPadding;
       if (p.deterministic) wait_for_turn(semaphore, key_tile - mask.keys(first_query, last_query).begin / kTileK);
       HF_UNROLL
       for (int m = 0; m < Shape::kQueryRows; ++m)
         if (first_query + query_row + 16 * m < sequence.q_length) {
           HF_UNROLL
           for (int n = 0; n < Shape::kQueryColumns; ++n)
-            add_fragment(rows + 16 * m * kHeadDim + query_columns.column(n) / 8 * kFragmentFloats, lane, dq[m][n]);
+            add_fragment(rows + 16 * m * kHeadDim + query_columns.column_block(n) * kFragmentFloats, lane, dq[m][n]);
         }
       if (p.deterministic) pass_turn(semaphore);
     }
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         HF_UNROLL
         for (int half = 0; half < 2; ++half) {
           const int row = (m * Shape::kKeyWarps + key_warp) * 16 + 8 * half + lane / 4;
-          *reinterpret_cast<uint32_t*>(shared + tile + Layout::offset(row, key_columns.column(n) + lane % 4 * 2)) =
+          *reinterpret_cast<uint32_t*>(shared + tile + Layout::offset(row, key_columns.column_block(n) * 8 + lane % 4 * 2)) =
               pack<Element>(acc[m][n][2 * half] * scale, acc[m][n][2 * half + 1] * scale);
         }
   };
@@ -389,7 +389,7 @@ template <int kHeadDim> int portable_backward(const Params& p, cudaStream_t stre
   static_assert(Large::kSharedBytes <= 227 * 1024, "sm_90 gives a block 227 KB");
   static_assert(Small::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KB");
   if (p.block_table || p.leftpad_k || p.cache_batch_idx) return HF_FLASH_UNSUPPORTED;
-  const BackwardWorkspace workspace = BackwardWorkspace::of(p, kFragmentRows, kHeadDim);
+  const BackwardWorkspace workspace = BackwardWorkspace::of(p, kHeadDim);
   if (int error = launch_backward_statistics<kHeadDim>(p, workspace, stream)) return error;
   const bool plain = p.softcap <= 0.f && p.alibi_slopes == nullptr && p.dropout_p <= 0.f;
   const bool large = device_facts().shared_memory_per_block >= Large::kSharedBytes;
@@ -401,7 +401,7 @@ template <int kHeadDim> int portable_backward(const Params& p, cudaStream_t stre
 }
 
 template <int kHeadDim> int64_t portable_backward_workspace(const Params& p) {
-  return BackwardWorkspace::of(p, kFragmentRows, kHeadDim).bytes;
+  return BackwardWorkspace::of(p, kHeadDim).bytes;
 }
 
 template int portable_backward<HF_FLASH_HEAD_DIM>(const Params& p, cudaStream_t stream);

@@ -1,26 +1,26 @@
 // What the backward pass needs of each query row before its main kernel, and where it lies in the workspace.
 //
-// Rows are padded per sequence to a multiple of `padding`, so that a tile's statistics start aligned and its part of
-// the fp32 query gradient overlaps no other sequence's. Padded row r of a head is at head * rows + first_row + r.
+// Rows are padded per sequence to a multiple of kRowPadding, an mma block, so that statistics start aligned and no block
+// of the fp32 query gradient holds rows of two sequences. Row r of a head is at first_row() + r.
 #pragma once
 #include "../launch.cuh"
 #include "../sequence.cuh"
 
 namespace hf_flash {
 
+constexpr int kRowPadding = 16;
+
 struct BackwardWorkspace {
   float *lse_log2, *delta;      // (heads, rows): +inf and 0 where a row has no keys or lies past its sequence's end
-  int32_t* semaphores;          // (heads, rows / padding): zero
+  int32_t* semaphores;          // (heads, rows / kRowPadding): zero
   float* dq;                    // (heads, rows, columns): zero; NULL where the query gradient is not wanted
   int64_t rows, bytes;
-  int padding;
 
   // columns: fp32 values per row of dq.
-  static BackwardWorkspace of(const Params& p, int padding, int columns) {
+  static BackwardWorkspace of(const Params& p, int columns) {
     BackwardWorkspace w;
-    w.padding = padding;
-    w.rows = p.cu_seqlens_q ? (p.total_q / padding + p.batch) * padding
-                            : int64_t(p.batch) * round_up(p.seq_q, padding);
+    w.rows = p.cu_seqlens_q ? (p.total_q / kRowPadding + p.batch) * kRowPadding
+                            : int64_t(p.batch) * round_up(p.seq_q, kRowPadding);
     char* next = static_cast<char*>(p.workspace);
     const auto take = [&](int64_t bytes) {
       char* const start = next;
@@ -30,16 +30,16 @@ struct BackwardWorkspace {
     const int64_t rows = w.rows * p.heads;
     w.lse_log2 = reinterpret_cast<float*>(take(rows * 4));
     w.delta = reinterpret_cast<float*>(take(rows * 4));
-    w.semaphores = reinterpret_cast<int32_t*>(take(rows / padding * 4));
+    w.semaphores = reinterpret_cast<int32_t*>(take(rows / kRowPadding * 4));
     w.dq = p.grad_q.data ? reinterpret_cast<float*>(take(rows * columns * 4)) : nullptr;
     w.bytes = next - static_cast<char*>(p.workspace);
     return w;
   }
 
-  // Row 0 of a sequence: packed ones start at most padding - 1 rows after the end of the one before, padded.
+  // Row 0 of a sequence: packed ones start at most kRowPadding - 1 rows after the end of the one before, padded.
   HF_DEVICE int64_t first_row(const Params& p, const Sequence& sequence, int batch, int head) const {
-    const int64_t first = p.cu_seqlens_q ? (sequence.q_row / padding + batch) * padding
-                                         : int64_t(batch) * round_up(p.seq_q, padding);
+    const int64_t first = p.cu_seqlens_q ? (sequence.q_row / kRowPadding + batch) * kRowPadding
+                                         : int64_t(batch) * round_up(p.seq_q, kRowPadding);
     return head * rows + first;
   }
 };
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const int head = blockIdx.x % p.heads, batch = blockIdx.x / p.heads % p.batch;
   const int first = blockIdx.x / p.heads / p.batch * kStatisticsRows;
   const Sequence sequence(p, batch);
-  const int end = min(round_up(sequence.q_length, workspace.padding), first + kStatisticsRows);
+  const int end = min(round_up(sequence.q_length, kRowPadding), first + kStatisticsRows);
   if (first >= end) return;
   const int64_t base = workspace.first_row(p, sequence, batch, head);
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
       dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   for (int row = first + threadIdx.x; row < end; row += kStatisticsThreads)
-    if (row % workspace.padding == 0) workspace.semaphores[(base + row) / workspace.padding] = 0;
+    if (row % kRowPadding == 0) workspace.semaphores[(base + row) / kRowPadding] = 0;
 
   constexpr int kLanes = kHeadDim <= 32 ? 4 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;   // of a row, 16 bytes each
   constexpr int kStep = kStatisticsThreads / kLanes;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
 // Runs at least one block wherever there is a row to zero.
 template <int kHeadDim>
 int launch_backward_statistics(const Params& p, const BackwardWorkspace& workspace, cudaStream_t stream) {
-  const int tiles = ceil_div(round_up(p.seq_q, workspace.padding), kStatisticsRows);
+  const int tiles = ceil_div(round_up(p.seq_q, kRowPadding), kStatisticsRows);
   const int64_t blocks = int64_t(p.batch) * p.heads * (tiles > 0 ? tiles : 1);
   if (p.dtype == HF_FLASH_BF16)
     return launch(backward_statistics_kernel<bf16, kHeadDim>, blocks, kStatisticsThreads, 0, stream, p, workspace);

@@ -9,7 +9,7 @@
 
 namespace hf_flash {
 
-constexpr int kFragmentRows = 16, kFragmentFloats = 128;
+constexpr int kFragmentFloats = 128;
 
 // A lane's four values side by side where one instruction adds them, else one value of all lanes.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kConvertThreads)
   constexpr int kColumns = kHeadDim / 8;
   for (int i = threadIdx.x; i < kConvertRows / 2 * kColumns; i += kConvertThreads) {
     const int column = i % kColumns, row = i / kColumns % 8, block = i / kColumns / 8;
-    const int row_of_tile = block * kFragmentRows + row;
+    const int row_of_tile = block * kRowPadding + row;
     if (first + row_of_tile >= sequence.q_length || column * 8 >= p.head_dim) continue;
     const float* const fragment = dq + (block * kColumns + column) * kFragmentFloats;
     float4 loaded[4];   // kVectorAdd: the four values of a lane; else one value of four lanes

@@ -20,7 +20,9 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr att
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = capability / 10; break;
     case cudaDevAttrComputeCapabilityMinor: *value = capability % 10; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (capability >= 90 ? 227 : 163) << 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = (capability == 80 ? 163 : capability / 10 == 8 || capability / 10 == 12 ? 99 : 227) << 10;
+      break;
     case cudaDevAttrMultiProcessorCount: *value = setting("HF_FLASH_EMULATED_SM_COUNT", 4); break;
     default: return cudaErrorInvalidValue;
   }
