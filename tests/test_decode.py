@@ -1,12 +1,12 @@
-"""flash_attn_with_kvcache through csrc/portable/decode.cu, on a GPU and in the host emulator, against plain fp64 attention."""
+"""flash_attn_with_kvcache's kernel, csrc/portable/decode.cu, on a GPU and in the emulator, against fp64 attention."""
 
 import math
 import shutil
 
 import pytest
 import torch
-
 from emulator import build
+
 from hf_flash import flash_attn_with_kvcache, library
 
 EMULATED_TILES = (64, 80, 128)
@@ -47,8 +47,8 @@ class Case:
     """Random arguments of one call, NaN wherever nothing may be read, and what plain attention makes of them."""
 
     def __init__(
-        self, device, lengths, heads=4, kv_heads=2, head_dim=64, seq_q=1, seq_new=0, capacity=None, dtype=torch.bfloat16,
-        page_size=None, leftpad=None, shuffled=False, rotary_dim=0, interleaved=True, causal=False, window=(-1, -1),
+        self, device, lengths, heads=4, kv_heads=2, head_dim=64, seq_q=1, seq_new=0, capacity=None,
+        dtype=torch.bfloat16, page_size=None, leftpad=None, shuffled=False, rotary_dim=0, interleaved=True, causal=False, window=(-1, -1),
         softcap=0.0, alibi=False, num_splits=0, scale=None,
     ):  # fmt: skip
         self.lengths, self.seq_q, self.seq_new, self.heads, self.kv_heads = lengths, seq_q, seq_new, heads, kv_heads
@@ -172,7 +172,9 @@ def test_every_head_dim_and_dtype(device, head_dim, dtype):
     Case(device, [37, 1, 64], head_dim=head_dim, dtype=dtype).check()
 
 
-@pytest.mark.parametrize("heads, kv_heads, seq_q", [(2, 2, 1), (8, 1, 1), (6, 2, 5), (40, 1, 1), (4, 2, 33), (3, 1, 23)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, seq_q", [(2, 2, 1), (8, 1, 1), (6, 2, 5), (40, 1, 1), (4, 2, 33), (3, 1, 23)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_groups_of_heads_and_several_queries(device, heads, kv_heads, seq_q, causal):
     Case(device, [70, 40], heads=heads, kv_heads=kv_heads, seq_q=seq_q, causal=causal).check()
@@ -210,7 +212,9 @@ def test_windows(device, window):
     Case(device, [90, 600], window=window, seq_q=4).check()
 
 
-@pytest.mark.parametrize("options", [{"softcap": 15.0}, {"alibi": True}, {"softcap": 5.0, "alibi": True}, {"scale": -0.2}])
+@pytest.mark.parametrize(
+    "options", [{"softcap": 15.0}, {"alibi": True}, {"softcap": 5.0, "alibi": True}, {"scale": -0.2}]
+)
 def test_what_is_done_to_scores(device, options):
     Case(device, [90, 300], seq_q=3, causal=True, **options).check()
 

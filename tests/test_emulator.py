@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from emulator import build
 
 pytestmark = pytest.mark.skipif(

@@ -6,10 +6,9 @@ import shutil
 import subprocess
 
 import pytest
+from emulator import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from emulator import build
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not (build.cuda_include() / "cuda_bf16.h").exists(),

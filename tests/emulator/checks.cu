@@ -41,8 +41,8 @@ struct TensorCoreArguments {
   bool wait;
 };
 
-// out (64 x kN, through stmatrix and a TMA store) = a * b over k = 64. Stored as (rows, columns): a is (64, k) or (k, 64),
-// b is (kN, k) or (k, kN). A producer warp loads, a warpgroup multiplies.
+// out (64 x kN, through stmatrix and a TMA store) = a * b over k = 64. Stored as (rows, columns): a is (64, k) or
+// (k, 64), b is (kN, k) or (k, kN). A producer warp loads, a warpgroup multiplies.
 template <class Element, int kN, int kPanelWidth>
 __global__ void tensor_core_kernel(const __grid_constant__ TensorCoreArguments arguments) {
   using namespace hopper;
@@ -51,7 +51,7 @@ __global__ void tensor_core_kernel(const __grid_constant__ TensorCoreArguments a
   using BColumns = Tile<kN, kPanelWidth>; // (64, kN)
   HF_DYNAMIC_SHARED(shared);
   char* const shared_b = shared + A::bytes(64);
-  char* const shared_out = shared_b + round_up(BRows::bytes(kN) > BColumns::bytes(64) ? BRows::bytes(kN) : BColumns::bytes(64), 1024);
+  char* const shared_out = shared_b + round_up(max(BRows::bytes(kN), BColumns::bytes(64)), 1024);
   uint64_t* const loaded = reinterpret_cast<uint64_t*>(shared_out + BColumns::bytes(64));
   const bool transposed_b = arguments.form == 1 || arguments.form == 2;
   if (threadIdx.x == 0) {
@@ -78,7 +78,8 @@ __global__ void tensor_core_kernel(const __grid_constant__ TensorCoreArguments a
     const uint64_t a = A::k_major(shared) + A::template k_step<64>(k);
     if (arguments.form == 0) Wgmma<Element, kN, false>::ss(d, a, b, k > 0);
     if (arguments.form == 1) Wgmma<Element, kN, true>::ss(d, a, b, k > 0);
-    if (arguments.form == 2) Wgmma<Element, kN, true>::sst(d, A::template mn_major<64>(shared) + A::row_step(k), b, k > 0);
+    const uint64_t a_transposed = A::template mn_major<64>(shared) + A::row_step(k);
+    if (arguments.form == 2) Wgmma<Element, kN, true>::sst(d, a_transposed, b, k > 0);
     if (arguments.form == 3) {
       for (int i = 0; i < 4; ++i)
         a_registers[i] = *reinterpret_cast<const uint32_t*>(
@@ -90,7 +91,8 @@ __global__ void tensor_core_kernel(const __grid_constant__ TensorCoreArguments a
   if (arguments.wait) wgmma_wait<0>();
   pin(d);
   for (int i = 0; i < kN / 16; ++i)
-    store_matrix_x4(hopper::shared_address(shared_out) + BColumns::template chunk_offset<64>(16 * warp + lane % 16, 2 * i + lane / 16),
+    store_matrix_x4(hopper::shared_address(shared_out) +
+                        BColumns::template chunk_offset<64>(16 * warp + lane % 16, 2 * i + lane / 16),
                     pack<Element>(d[8 * i], d[8 * i + 1]), pack<Element>(d[8 * i + 2], d[8 * i + 3]),
                     pack<Element>(d[8 * i + 4], d[8 * i + 5]), pack<Element>(d[8 * i + 6], d[8 * i + 7]));
   fence_async_shared();
@@ -135,8 +137,12 @@ using namespace hf_flash;
 extern "C" {
 
 int run_matmul(float* out, const void* a, const void* b, int half, int transposed, int wait) {
-  if (half) return launch(matmul_kernel<fp16>, 1, 64, 6144, 0, out, (const fp16*)a, (const fp16*)b, transposed != 0, wait != 0);
-  return launch(matmul_kernel<bf16>, 1, 64, 6144, 0, out, (const bf16*)a, (const bf16*)b, transposed != 0, wait != 0);
+  const auto run = [&](auto kernel, auto* element) {
+    using Element = std::remove_pointer_t<decltype(element)>;
+    return launch(kernel, 1, 64, 6144, 0, out, static_cast<const Element*>(a), static_cast<const Element*>(b),
+                  transposed != 0, wait != 0);
+  };
+  return half ? run(matmul_kernel<fp16>, (fp16*)nullptr) : run(matmul_kernel<bf16>, (bf16*)nullptr);
 }
 
 int run_warp(int* out) { return launch(warp_kernel, 1, 64, 256, 0, out); }

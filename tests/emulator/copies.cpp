@@ -13,7 +13,8 @@ namespace hf_emulator {
 
 void copy_async(void* shared, const void* global, int bytes, int valid_bytes) {
   check_shared(shared, bytes, bytes, "cp.async");
-  if (valid_bytes && reinterpret_cast<uintptr_t>(global) % bytes) fail("cp.async from %p, not on %d bytes", global, bytes);
+  if (valid_bytes && reinterpret_cast<uintptr_t>(global) % bytes)
+    fail("cp.async from %p, not on %d bytes", global, bytes);
   Fiber& f = running();
   PendingCopy copy{static_cast<char*>(shared), {}, bytes, f.copy_group};
   memcpy(copy.bytes, global, valid_bytes);
@@ -92,7 +93,8 @@ void mbarrier_expect(uint64_t* barrier, uint32_t bytes) { barrier_at(barrier).by
 
 void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes, int arrivals) {
   Mbarrier& b = barrier_at(barrier);
-  if (int(b.pending) < arrivals) fail("mbarrier at shared+%ld: more arrivals than it expects", long((char*)barrier - shared_memory));
+  if (int(b.pending) < arrivals)
+    fail("mbarrier at shared+%ld: more arrivals than it expects", long((char*)barrier - shared_memory));
   b.bytes += expected_bytes;
   b.pending -= arrivals;
   complete_phase(b);
@@ -154,7 +156,8 @@ TensorMap decode(const CUtensorMap* map, const void* shared, std::initializer_li
   TensorMap m;
   memcpy(&m, map, sizeof m);
   if (m.magic != 0xa5) fail("TMA through something that is no tensor map");
-  if (int(coordinates.size()) != m.rank) fail("TMA with %zu coordinates on a map of rank %d", coordinates.size(), m.rank);
+  if (int(coordinates.size()) != m.rank)
+    fail("TMA with %zu coordinates on a map of rank %d", coordinates.size(), m.rank);
   int i = 0;
   for (int x : coordinates) c[i++] = x;
   const size_t bytes = size_t(m.strides[0]) * m.box[0] * m.box[1] * m.box[2] * m.box[3] * m.box[4];

@@ -63,8 +63,8 @@ inline void wgmma_commit() { hf_emulator::wgmma_commit(); }
 template <int kPending> inline void wgmma_wait() { hf_emulator::wgmma_wait(kPending); }
 template <int kCount> inline void pin(float (&)[kCount]) {}
 
-// d (64 x N) = a (64 x 16) * b (16 x N) [+ d]. ss: both from shared memory, a K-major; sst: a MN-major; rs: a in registers.
-// b is K-major, or MN-major when kTransposedB.
+// d (64 x N) = a (64 x 16) * b (16 x N) [+ d]. ss: both from shared memory, a K-major; sst: a MN-major; rs: a in
+// registers. b is K-major, or MN-major when kTransposedB.
 template <class Element, int kN, bool kTransposedB> struct Wgmma {
   static constexpr bool kHalf = std::is_same<Element, fp16>::value;
   static void ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {

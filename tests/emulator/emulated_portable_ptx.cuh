@@ -34,6 +34,7 @@ template <int kPending> inline void copy_async_wait() { hf_emulator::copy_async_
 inline uint32_t shared_address(const void* p) { return hf_emulator::shared_address(p); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
 inline int opaque(int x) { return x; }
+inline int volatile_opaque(int x) { return x; }
 
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float tanh_approx(float x) { return tanhf(x); }

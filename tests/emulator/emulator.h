@@ -136,7 +136,9 @@ using hf_emulator::encode_tensor_map;
 #define gridDim (hf_emulator::grid_size)
 
 inline void __syncthreads() { hf_emulator::barrier_sync(0, 0); }
-inline void __syncwarp(unsigned mask = ~0u) { hf_emulator::collective(mask, "syncwarp", nullptr, [](void**, unsigned) {}); }
+inline void __syncwarp(unsigned mask = ~0u) {
+  hf_emulator::collective(mask, "syncwarp", nullptr, [](void**, unsigned) {});
+}
 inline unsigned __activemask() { return hf_emulator::active_lanes(); }
 inline unsigned __ballot_sync(unsigned mask, int predicate) { return hf_emulator::vote(mask, predicate != 0); }
 inline int __any_sync(unsigned mask, int predicate) { return hf_emulator::vote(mask, predicate != 0) != 0; }
@@ -158,11 +160,31 @@ template <class T> T __shfl_down_sync(unsigned mask, T value, int delta, int wid
 }
 
 // A fiber gives way only where it waits, so plain reads and writes are atomic.
-template <class T, class U> T atomicAdd(T* target, U value) { const T old = *target; *target = old + T(value); return old; }
-template <class T, class U> T atomicMax(T* target, U value) { const T old = *target; if (T(value) > old) *target = value; return old; }
-template <class T, class U> T atomicMin(T* target, U value) { const T old = *target; if (T(value) < old) *target = value; return old; }
-template <class T, class U> T atomicExch(T* target, U value) { const T old = *target; *target = T(value); return old; }
-template <class T> T atomicCAS(T* target, T compare, T value) { const T old = *target; if (old == compare) *target = value; return old; }
+template <class T, class U> T atomicAdd(T* target, U value) {
+  const T old = *target;
+  *target = old + T(value);
+  return old;
+}
+template <class T, class U> T atomicMax(T* target, U value) {
+  const T old = *target;
+  if (T(value) > old) *target = T(value);
+  return old;
+}
+template <class T, class U> T atomicMin(T* target, U value) {
+  const T old = *target;
+  if (T(value) < old) *target = T(value);
+  return old;
+}
+template <class T, class U> T atomicExch(T* target, U value) {
+  const T old = *target;
+  *target = T(value);
+  return old;
+}
+template <class T> T atomicCAS(T* target, T compare, T value) {
+  const T old = *target;
+  if (old == compare) *target = value;
+  return old;
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __nanosleep(unsigned) { hf_emulator::yield(); }
@@ -175,8 +197,14 @@ inline float __logf(float x) { return logf(x); }
 inline float __log2f(float x) { return log2f(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.f / x; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) {
+  volatile float product = a * b;   // never fused with an addition
+  return product;
+}
+inline float __fadd_rn(float a, float b) {
+  volatile float sum = a + b;
+  return sum;
+}
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __cosf(float x) { return cosf(x); }

@@ -1,4 +1,6 @@
 // The scheduler: one fiber per CUDA thread, barriers and warp collectives, and the report of a deadlock.
+// A thread runs until it must wait. HF_FLASH_EMULATED_ORDER varies who runs when, so that a missing barrier shows in
+// some order: 0 ascending (the default), -1 descending, a positive seed at random, and pausing where it need not wait.
 #include "state.h"
 
 #include <stdarg.h>
@@ -7,8 +9,10 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <random>
 #include <string>
 
 #ifndef __x86_64__
@@ -45,6 +49,9 @@ struct Barrier {
 };
 
 std::vector<Fiber> fibers;
+std::vector<int> order;       // in which the fibers get their turn
+std::minstd_rand generator;
+int order_setting;
 std::vector<std::vector<Collective>> warp_collectives;
 std::vector<GroupCollective> group_collectives;
 Barrier barriers[16];
@@ -151,7 +158,9 @@ void run_block(int threads) {
   int idle_rounds = 0;
   while (live_threads > 0) {
     bool progress = false, yielded = false;
-    for (Fiber& f : fibers) {
+    if (order_setting > 0) std::shuffle(order.begin(), order.end(), generator);
+    for (int i : order) {
+      Fiber& f = fibers[i];
       if (f.done || (f.ready && !f.ready(f.context_of_ready))) continue;
       if (f.yielding) yielded = true;
       else progress = true;
@@ -188,7 +197,7 @@ void fail(const char* format, ...) {
 
 void wait_until(bool (*ready)(void*), void* context, const char* reason, const void* object, long long detail) {
   Fiber& f = running();
-  if (ready(context)) return;
+  if (ready(context) && !(order_setting > 0 && generator() % 4 == 0)) return;
   f.ready = ready;
   f.context_of_ready = context;
   f.reason = reason;
@@ -225,7 +234,7 @@ void collective(unsigned mask, const char* kind, void* payload, Run run) {
     list.back().mask = mask;
   }
   Collective& c = list[slot];
-  if (c.arrived && c.kind != kind && strcmp(c.kind, kind)) fail("lane %d at %s while others wait at %s", lane, kind, c.kind);
+  if (c.arrived && strcmp(c.kind, kind)) fail("lane %d at %s while others wait at %s", lane, kind, c.kind);
   c.kind = kind;
   c.payloads[lane] = payload;
   c.arrived |= 1u << lane;
@@ -303,6 +312,11 @@ int run_grid(void (*body)(void*), void* context, int64_t blocks, int threads, si
     fibers[i].thread = {unsigned(i), 0, 0};
     fibers[i].index = i, fibers[i].warp = i / 32, fibers[i].lane = i % 32;
   }
+  const char* const setting = getenv("HF_FLASH_EMULATED_ORDER");
+  order_setting = setting ? atoi(setting) : 0;
+  generator.seed(order_setting > 0 ? order_setting : 1);
+  order.resize(threads);
+  for (int i = 0; i < threads; ++i) order[i] = order_setting < 0 ? threads - 1 - i : i;
   warp_collectives.resize((threads + 31) / 32);
   group_collectives.resize((threads + 127) / 128);
   for (int64_t block = 0; block < blocks; ++block) {

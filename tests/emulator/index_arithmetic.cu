@@ -21,7 +21,8 @@ void philox_words(const uint32_t* key, const uint32_t* counter, uint32_t* words)
 }
 
 // kept (queries, keys) of one head: 1 where the element survives dropout.
-void dropout_mask(int64_t seed, int64_t offset, float p, int heads, int batch, int head, int queries, int keys, uint8_t* kept) {
+void dropout_mask(int64_t seed, int64_t offset, float p, int heads, int batch, int head, int queries, int keys,
+                  uint8_t* kept) {
   const int64_t state[2] = {seed, offset};
   Params params{};
   params.rng_state = state;

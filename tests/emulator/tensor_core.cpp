@@ -52,7 +52,8 @@ char* shared_pointer(uint32_t address, size_t bytes, const char* what) {
 void check_shared(const void* p, size_t bytes, size_t alignment, const char* what) {
   const int64_t offset = static_cast<const char*>(p) - shared_memory;
   if (offset < 0 || offset + int64_t(bytes) > int64_t(shared_size))
-    fail("%s: %zu bytes at offset %lld, outside %zu bytes of shared memory", what, bytes, (long long)offset, shared_size);
+    fail("%s: %zu bytes at offset %lld, outside %zu bytes of shared memory", what, bytes, (long long)offset,
+         shared_size);
   if (offset % alignment) fail("%s: offset %lld is not on %zu bytes", what, (long long)offset, alignment);
 }
 
@@ -128,7 +129,7 @@ namespace {
 // of S bytes are permuted by the row's index inside 8 rows, taken from the address.
 //   K-major:  8 rows of S bytes per group; groups of 8 rows lie SBO apart, a step of 16 K stays inside a row.
 //   MN-major: a row of S bytes holds S / 2 of M or N for one k; 8 k per group, groups SBO apart, the next S / 2 LBO on.
-//   Without swizzle, 8 x 16 byte matrices: K-major, LBO apart along K and SBO along M or N; MN-major the other way round.
+//   Without swizzle, 8 x 16 byte matrices: LBO apart along K and SBO along M or N.
 void read_operand(float* out, int rows, uint64_t descriptor, bool mn_major, bool half) {
   static const int kSpans[4] = {16, 128, 64, 32};
   const int mode = int(descriptor >> 62), span = kSpans[mode], mask = span / 16 - 1;
@@ -176,7 +177,7 @@ void run_wgmma(void** lanes, unsigned) {
   float* values[128];
   for (int thread = 0; thread < 128; ++thread) {
     const WgmmaPayload& p = *static_cast<WgmmaPayload*>(lanes[thread]);
-    if (p.n != n || p.b != first.b || (!p.a_registers && p.a != first.a) || p.accumulate != first.accumulate)
+    if (p.n != n || p.b != first.b || p.accumulate != first.accumulate || (!p.a_registers && p.a != first.a))
       fail("wgmma: the threads of a warpgroup disagree");
     PendingMatmul* pending = nullptr;
     for (PendingMatmul& m : p.fiber->matmuls)
