@@ -48,8 +48,8 @@ class Case:
 
     def __init__(
         self, device, lengths, heads=4, kv_heads=2, head_dim=64, seq_q=1, seq_new=0, capacity=None,
-        dtype=torch.bfloat16, page_size=None, leftpad=None, shuffled=False, rotary_dim=0, interleaved=True, causal=False, window=(-1, -1),
-        softcap=0.0, alibi=False, num_splits=0, scale=None,
+        dtype=torch.bfloat16, page_size=None, leftpad=None, shuffled=False, rotary_dim=0, interleaved=True,
+        causal=False, window=(-1, -1), softcap=0.0, alibi=False, num_splits=0, scale=None,
     ):  # fmt: skip
         self.lengths, self.seq_q, self.seq_new, self.heads, self.kv_heads = lengths, seq_q, seq_new, heads, kv_heads
         self.leftpad = leftpad or [0] * len(lengths)
@@ -234,3 +234,14 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(device, causal):
     for b in range(3):
         alone, alone_lse = case.run(b)
         assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b])
+
+
+@pytest.mark.parametrize("order", [-1, 1, 2])
+def test_the_order_of_threads_does_not_matter(device, order, monkeypatch):
+    if device != "cpu":
+        pytest.skip("the emulator's threads run in an order that can be chosen")
+    case = Case(device, [300, 90], heads=6, head_dim=128, seq_q=3, seq_new=3, rotary_dim=64, causal=True)
+    expected = case.run()
+    monkeypatch.setenv("HF_FLASH_EMULATED_ORDER", str(order))
+    for a, b in zip(case.run(), expected):
+        assert torch.equal(a, b)

@@ -9,6 +9,7 @@ HF_FLASH_EMULATED_CAPABILITY (90), HF_FLASH_EMULATED_SM_COUNT (4) and HF_FLASH_E
 """
 
 import argparse
+import fcntl
 import os
 import re
 import subprocess
@@ -68,10 +69,16 @@ def compile_object(source, target, defines=()):
 
 
 def build(output=DEFAULT_OUTPUT, head_dims=None, kernels=KERNELS):
-    """Builds the library and returns its path. head_dims: the tiles to compile, all when None."""
+    """Builds the library and returns its path. head_dims: the tiles to compile, all when None. Processes take turns."""
     output = Path(output)
     objects = output.parent / (output.stem + "_objects")
     objects.mkdir(parents=True, exist_ok=True)
+    with (objects / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build(output, objects, head_dims, kernels)
+
+
+def _build(output, objects, head_dims, kernels):
     jobs = [(HERE / f"{name}.cpp", objects / f"{name}.o", ()) for name in RUNTIME]
     jobs.append((CSRC / "api.cu", objects / "api.o", ('-DHF_FLASH_ARCHITECTURES="emulated"',)))
     stubs = ['#include "launch.cuh"', "namespace hf_flash {"]
