@@ -206,7 +206,7 @@ class Object:
 
     @property
     def description(self):
-        return self.name.replace("/", " ").replace("_", " head dim ")
+        return re.sub(r"/(\w+)_(\d+)", r" \1, head dim \2", self.name)
 
 
 def plan_objects(architectures, tiles=None):
@@ -385,10 +385,11 @@ def run_serially(nvcc, objects, build, jobs):
 def find_faults(name, log, allowed=None):
     """Lines of one object's compiler output that mean a slow kernel: C75xx notes (wgmma serialised) and spills."""
     allowed = ALLOWED_SPILLS if allowed is None else allowed
-    faults, function = [], "?"
+    faults, function, target = [], "?", ""
     for line in log.splitlines():
-        entry = re.search(r"(?:Function properties for|Compiling entry function '?)\s*([\w$.]+)", line)
-        if entry:
+        if entry := re.search(r"Compiling entry function '([\w$.]+)' for '(\w+)'", line):
+            target = entry[2]
+        if entry := re.search(r"Function properties for ([\w$.]+)", line):
             function = entry[1]
         if re.search(r"\bC75\d\d\b", line):
             faults.append(f"{name}: {line.strip()}")
@@ -396,7 +397,7 @@ def find_faults(name, log, allowed=None):
         if spill and (int(spill[1]) or int(spill[2])):
             limits = [size for (unit, part), size in allowed.items() if unit == name and part in function]
             if int(spill[1]) > max(limits, default=0):
-                faults.append(f"{name}: {function} spills {spill[1]} bytes")
+                faults.append(f"{name}: {function} spills {spill[1]} bytes on {target}")
     return faults
 
 

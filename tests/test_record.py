@@ -1,0 +1,255 @@
+"""The record: whose rows it holds, how runs are merged, and what README makes of it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import attention as attention_benchmark  # noqa: E402
+import record  # noqa: E402
+
+from hf_flash import bench  # noqa: E402
+
+
+def attention_row(seq=1024, which="forward", **tflops):
+    return {"pass": which, "dtype": "bfloat16", "head_dim": 64, "causal": True, "batch": 16, "seq": seq, "heads": 32,
+            "kv_heads": 32, "tflops": tflops}  # fmt: skip
+
+
+@pytest.fixture
+def full():
+    return {
+        "source": record.source_hash(),
+        "gpu": "NVIDIA H200",
+        "torch": "2.11",
+        "transformers": "5.24.0",
+        "date": "2026-01-01",
+        "runs": {"a": {"matmul_tflops": 777.0, "copy_tb_s": 4.23}},
+        "tests": {"passed": 10, "failed": 0, "skipped": 1},
+        "attention": [
+            attention_row(1024, hf_flash=300.0, fa2=150.0, cudnn=200.0),
+            attention_row(2048, hf_flash=400.0, cudnn=400.0),
+            attention_row(4096, "backward", hf_flash=500.0, hf_flash_portable=300.0, cudnn=250.0),
+        ],
+        "decode": [
+            {"batch": 1, "cached": 32768, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16",
+             "us": {"hf_flash": 50.0, "cudnn": 75.0}, "tb_s": {"hf_flash": 2.7, "cudnn": 1.8}}
+        ],
+        "models": [
+            {"model": "llama-1b", "task": "train", "batch": 4, "seq": 4096, "fill": 0.6,
+             "errors": {"eager": "out of memory"}, "tokens_per_s": {"hf_flash": 60000.0, "sdpa": 30000.0}, "peak_gib": {"hf_flash": 20.0, "sdpa": 36.0}},
+            {"model": "llama-1b", "task": "generate", "batch": 8, "seq": 8192, "fill": 0.75,
+             "prefill_ms": {"hf_flash": 200.0, "sdpa": 510.0}, "step_ms": {"hf_flash": 8.0, "sdpa": 20.0},
+             "tokens_per_s": {"hf_flash": 1000.0, "sdpa": 400.0}},
+        ],
+    }  # fmt: skip
+
+
+def test_the_hash_changes_with_any_source_and_with_nothing_else(tmp_path):
+    for folder, name in (("csrc", "a.cu"), ("hf_flash", "b.py")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("1")
+    first = record.source_hash(tmp_path)
+    (tmp_path / "hf_flash" / "libhf_flash.so").write_bytes(b"x")
+    (tmp_path / "README.md").write_text("x")
+    assert record.source_hash(tmp_path) == first
+    (tmp_path / "csrc" / "a.cu").write_text("2")
+    second = record.source_hash(tmp_path)
+    (tmp_path / "csrc" / "a.cu").rename(tmp_path / "csrc" / "c.cu")
+    assert len({first, second, record.source_hash(tmp_path)}) == 3
+
+
+def test_check_tells_a_current_record_from_a_stale_one(tmp_path, full, capsys):
+    assert record.main(["--check", "--output", str(tmp_path)]) == 2
+    record.save(full, tmp_path / "h200.json")
+    assert record.main(["--check", "--output", str(tmp_path)]) == 0
+    assert "current: h200.json: NVIDIA H200" in capsys.readouterr().out
+    record.save({**full, "source": "other"}, tmp_path / "h200.json")
+    assert record.main(["--check", "--output", str(tmp_path)]) == 1
+    assert "stale" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "gpu, name", [("NVIDIA H200", "h200.json"), ("NVIDIA GeForce RTX 4090", "rtx-4090.json"), ("CPU", "cpu.json")]
+)
+def test_a_gpu_s_record_is_named_after_it(gpu, name):
+    assert record.record_name(gpu) == name
+
+
+def test_a_newer_row_replaces_the_older_of_the_same_case():
+    old = [{**attention_row(hf_flash=1.0, fa2=2.0), "run": "a"}, {**attention_row(2048, hf_flash=3.0), "run": "a"}]
+    rows = record.combine(old, [{**attention_row(hf_flash=4.0), "run": "b"}])
+    assert [row["tflops"] for row in rows] == [{"hf_flash": 4.0}, {"hf_flash": 3.0}]
+    # Contenders of one run stand side by side.
+    rows = record.combine(old, [{**attention_row(hf_flash=4.0), "run": "a"}])
+    assert rows[0]["tflops"] == {"hf_flash": 4.0, "fa2": 2.0}
+
+
+def test_records_of_different_sources_are_not_merged(full):
+    with pytest.raises(ValueError, match="different sources"):
+        record.merge([full, {**full, "source": "other"}])
+
+
+def test_merging_keeps_every_section(tmp_path, full):
+    parts = [{k: v for k, v in full.items() if k not in ("models", "tests")}]
+    parts += [{k: v for k, v in full.items() if k not in ("attention", "decode")}]
+    for index, part in enumerate(parts):
+        record.save(part, tmp_path / f"part{index}.json")
+    files = [str(tmp_path / f"part{index}.json") for index in range(2)]
+    assert record.main(["merge", *files, "--output", str(tmp_path / "h200.json")]) == 0
+    assert record.load(tmp_path / "h200.json") == full
+
+
+def test_rows_of_other_sources_are_dropped_when_a_run_begins(tmp_path, full, capsys):
+    record.save({**full, "source": "other"}, tmp_path / "cpu.json")
+    recorder = record.Recorder(tmp_path, "cpu", {"matmul_tflops": 1.0, "copy_tb_s": 0.1})
+    recorder.add("attention", attention_row(hf_flash=1.0))
+    kept = record.load(tmp_path / "cpu.json")
+    assert len(kept["attention"]) == 1 and "models" not in kept and "dropped" in capsys.readouterr().err
+    assert kept["runs"][kept["attention"][0]["run"]]["matmul_tflops"] == 1.0
+
+
+def test_junit_counts_are_split_by_sanitizer(tmp_path):
+    (tmp_path / "junit.xml").write_text(
+        '<testsuites><testsuite><testcase name="test_a"/><testcase name="test_b"><failure/></testcase>'
+        '<testcase name="test_c"><skipped/></testcase><testcase name="test_clean[memcheck-forward]"/>'
+        '<testcase name="test_clean[racecheck-forward]"><error/></testcase></testsuite></testsuites>'
+    )
+    tests, sanitizer = record.count_tests(tmp_path / "junit.xml")
+    assert tests == {"passed": 2, "failed": 2, "skipped": 1}
+    assert sanitizer["memcheck"]["passed"] == 1 and sanitizer["racecheck"]["failed"] == 1
+
+
+def test_the_tables_show_ratios_against_the_best_peer(full):
+    table = record.attention_table(full["attention"], "forward")
+    assert "| 64 | causal | 1024 (16) | 32/32 | **300** | – | 150 | 200 | – | – | 1.50 |" in table
+    assert "Geometric mean of hf_flash over the best peer in each row: 1.22." in table
+    assert "| 1 | 32,768 |" in record.decode_table(full["decode"]) or "| 1 | 32768 |" in record.decode_table(
+        full["decode"]
+    )
+    assert record.decode_table(full["decode"]).rstrip().endswith("| 2.70 | 1.50 |")
+    models = record.models_table(full["models"])
+    assert "60.0 ktok/s, 20 GiB | 30.0 ktok/s, 36 GiB | out of memory | 2.00 |" in models
+    assert "200 / 8.0 ms | 510 / 20.0 ms | – | 2.50 |" in models
+
+
+def test_readme_is_written_from_the_record(tmp_path, full, monkeypatch):
+    readme = tmp_path / "README.md"
+    marks = ("record:facts", "record:attention", "record:decode", "record:models", "adapters")
+    readme.write_text("top\n" + "".join(f"<!-- {mark} -->\nold\n<!-- /{mark} -->\n" for mark in marks) + "end\n")
+    monkeypatch.setattr(record, "draw_plots", lambda *_: {})
+    record.write_readme(None, readme)
+    assert readme.read_text().count("Not yet recorded.") == 4 and "old" not in readme.read_text()
+    record.save(full, tmp_path / "h200.json")
+    record.write_readme(tmp_path / "h200.json", readme)
+    text = readme.read_text()
+    assert "777 TFLOP/s" in text and "10 passed" in text and "llama" in text and "stale" not in text
+    assert text.startswith("top\n") and text.endswith("end\n")
+    record.save({**full, "source": "other"}, tmp_path / "h200.json")
+    record.write_readme(tmp_path / "h200.json", readme)
+    assert "stale" in readme.read_text()
+
+
+def test_readme_shows_the_record_and_the_adapters_of_this_tree():
+    text = (ROOT / "README.md").read_text()
+    path = record.find_record()
+    loaded = record.load(path) if path else None
+    stale = bool(loaded) and loaded["source"] != record.source_hash()
+    plots = {}
+    for which in ("forward", "backward"):
+        if loaded and (path.parent / f"{which}.png").exists():
+            plots[which] = (path.parent / f"{which}.png").relative_to(ROOT).as_posix()
+    expected = record.fill(text, "adapters", record.features_table(record.adapters()))
+    for name, content in record.readme_parts(loaded, stale, plots).items():
+        if not name.startswith("record:facts"):  # these say whether the record is stale, which any edit changes
+            expected = record.fill(expected, name, content)
+    assert expected == text, "run: python benchmarks/record.py readme"
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_counted_as_the_papers_do():
+    case = bench.Case(64, 1024, 2, 4)
+    assert case.flops("forward") == 4 * 2 * 4 * 1024**2 * 64
+    assert bench.Case(64, 1024, 2, 4, causal=True).flops("backward") == 2.5 * case.flops("forward") / 2
+    assert bench.Case(64, 3, 1, 1, lengths=(1, 2, 3)).flops("forward") == 4 * 14 * 64
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("lengths, kv_heads", [((), 2), ((), 1), ((9, 1, 20), 2)])
+def test_every_contender_is_checked_and_timed(which, lengths, kv_heads):
+    case = bench.Case(16, 30, 2, 2, kv_heads, causal=True, dtype=torch.float32, lengths=lengths)
+    seconds, errors = bench.measure(case, which, torch.device("cpu"), rounds=2)
+    assert "hf_flash" in seconds and all(time > 0 for time in seconds.values())
+    assert all(error < 1e-4 for error in errors.values())
+
+
+def test_a_wrong_or_failing_contender_is_not_timed():
+    case = bench.Case(16, 30, 2, 2, dtype=torch.float32)
+
+    def broken(q, k, v):
+        raise RuntimeError("no kernel\nfor this")
+
+    found = {"wrong": lambda q, k, v: q + 1, "nan": lambda q, k, v: q * float("nan"), "broken": broken}
+    seconds, errors = bench.measure(case, "forward", torch.device("cpu"), found, rounds=1)
+    assert not seconds and errors["broken"] == "no kernel" and errors["wrong"] > bench.TOLERANCE
+    bad, _ = attention_benchmark.complaints(errors)
+    assert set(bad) == set(found)
+
+
+def test_contenders_take_turns_in_random_order():
+    order = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def start(self):
+            order.append(self.name)
+            return lambda: 1.0
+
+    seconds = bench.take_turns({name: Fake(name) for name in "abcd"}, rounds=8)
+    assert {len(times) for times in seconds.values()} == {8}
+    rounds = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
+    assert all(sorted(r) == list("abcd") for r in rounds) and len(set(rounds)) > 3
+
+
+def test_the_attention_benchmark_runs_small_on_the_cpu(tmp_path):
+    arguments = "--grid all --head-dims 16 --seqs 32,64 --tokens 64 --rounds 1 --dtype float32 --device cpu --output"
+    assert attention_benchmark.main([*arguments.split(), str(tmp_path)]) == 0
+    kept = record.load(tmp_path / "cpu.json")
+    assert len(kept["decode"]) == len(
+        {(r["batch"], r["cached"], *map(r.get, ("heads", "kv_heads", "head_dim"))) for r in kept["decode"]}
+    )
+    assert {row["pass"] for row in kept["attention"]} == {"forward", "backward"}
+    assert any(row.get("varlen") for row in kept["attention"]) and not any("errors" in row for row in kept["attention"])
+    assert json.loads(json.dumps(kept)) == kept
+
+
+def test_the_models_benchmark_runs_small_on_the_cpu(tmp_path):
+    import models
+
+    arguments = "--rows bert,llama-1b/packed,llama-1b/generate --turns 1 --steps 1 --new-tokens 2 --device cpu"
+    assert models.main([*arguments.split(), "--modes", "hf_flash,sdpa", "--output", str(tmp_path)]) == 0
+    kept = record.load(tmp_path / "cpu.json")["models"]
+    assert all(set(row["tokens_per_s"]) == {"hf_flash", "sdpa"} for row in kept)
+    assert any("step_ms" in row for row in kept)
+    arguments = "--rows codegen --losses 2 --modes hf_flash,sdpa --device cpu --output"
+    assert models.main([*arguments.split(), str(tmp_path)]) == 0
+    losses = record.load(tmp_path / "cpu.json")["models"][-1]["losses"]
+    assert losses["hf_flash"] == pytest.approx(losses["sdpa"], abs=0.02)
+
+
+def test_what_runs_out_of_time_is_noted_and_the_rest_goes_on():
+    import models
+
+    with pytest.raises(models.OutOfTime), models.time_limit(0.05):
+        while True:
+            pass
+    with models.time_limit(5):
+        pass
