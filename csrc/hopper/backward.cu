@@ -1,102 +1,129 @@
-// Launches the backward pass on Hopper: prepare, then either one pass and a conversion of dq (head dims up to 128) or a
-// pass for dk and dv and one for dq (192, 256). Compiled once per head-dim tile.
+// Launches the backward pass on Hopper: a pass that prepares row statistics, then either one pass and a conversion of dq
+// (head dims up to 128) or one pass for dk and dv and one for dq (192, 256). Compiled once per head-dim tile.
 #include "backward.cuh"
+#include "backward_256_dkv.cuh"
+#include "backward_256_dq.cuh"
 
 namespace hf_flash {
 namespace hopper {
 
-template <class Call> int64_t for_element(const Params& p, Call call) {
-  return p.dtype == HF_FLASH_BF16 ? call(bf16{}) : call(fp16{});
-}
-
-// ---- One pass.
-
-// Calls call(Config{}) with the tile that serves p best. Smaller query tiles waste less of short and causal loops.
+// Calls call(Config{}) with the kernel that serves p best. Smaller query tiles waste less of short and causal loops.
 template <int kHeadDim, class Element, class Call> int64_t for_config(const Params& p, Call call) {
-  const bool general = needs_general_scores(p), causal = p.window_right >= 0;
+  const Scores scores = scores_of(p);
   if constexpr (kHeadDim == 64) {
-    if (general) return call(BackwardConfig<Element, 64, 64, 32, true>{});
-    return call(BackwardConfig<Element, 64, 128, 64, false>{});
+    if (scores == Scores::kGeneral) return call(BackwardConfig<Element, 64, 64, 32, Scores::kGeneral>{});
+    if (scores == Scores::kRight) return call(BackwardConfig<Element, 64, 128, 64, Scores::kRight>{});
+    return call(BackwardConfig<Element, 64, 128, 64, Scores::kFull>{});
   } else if constexpr (kHeadDim == 80) {
-    if (general) return call(BackwardConfig<Element, 80, 64, 16, true>{});
-    return call(BackwardConfig<Element, 80, 128, 16, false>{});
+    if (scores == Scores::kGeneral) return call(BackwardConfig<Element, 80, 64, 16, Scores::kGeneral>{});
+    if (scores == Scores::kRight) return call(BackwardConfig<Element, 80, 128, 16, Scores::kRight>{});
+    return call(BackwardConfig<Element, 80, 128, 16, Scores::kFull>{});
   } else if constexpr (kHeadDim == 96) {
-    if (general) return call(BackwardConfig<Element, 96, 64, 16, true>{});
-    if (p.seq_q <= (causal ? 2048 : 512)) return call(BackwardConfig<Element, 96, 64, 16, false>{});
-    return call(BackwardConfig<Element, 96, 96, 32, false>{});
+    if (scores == Scores::kGeneral) return call(BackwardConfig<Element, 96, 64, 16, Scores::kGeneral>{});
+    if (scores == Scores::kRight && p.seq_q <= 2048) return call(BackwardConfig<Element, 96, 64, 16, Scores::kRight>{});
+    if (scores == Scores::kRight) return call(BackwardConfig<Element, 96, 96, 32, Scores::kRight>{});
+    return call(BackwardConfig<Element, 96, 96, 32, Scores::kFull>{});
+  } else if constexpr (kHeadDim == 128) {
+    if (scores == Scores::kGeneral) return call(BackwardConfig<Element, 128, 64, 64, Scores::kGeneral>{});
+    if (scores == Scores::kRight && p.seq_q <= 4096) return call(BackwardConfig<Element, 128, 64, 64, Scores::kRight>{});
+    if (scores == Scores::kRight) return call(BackwardConfig<Element, 128, 80, 64, Scores::kRight>{});
+    return call(BackwardConfig<Element, 128, 80, 64, Scores::kFull>{});
   } else {
-    if (general) return call(BackwardConfig<Element, 128, 64, 64, true>{});
-    if (causal && p.seq_q <= 4096) return call(BackwardConfig<Element, 128, 64, 64, false>{});
-    return call(BackwardConfig<Element, 128, 80, 64, false>{});
+    if (scores == Scores::kGeneral) return call(WideConfig<Element, kHeadDim, Scores::kGeneral>{});
+    if (scores == Scores::kRight) return call(WideConfig<Element, kHeadDim, Scores::kRight>{});
+    return call(WideConfig<Element, kHeadDim, Scores::kFull>{});
   }
 }
 
-TileGrid query_grid(const Params& p, int rows) {
-  return TileGrid::make(p.cu_seqlens_q, rows, p.heads, p.batch, p.seq_q, p.total_q);
-}
-TileGrid key_grid(const Params& p, int rows) {
-  return TileGrid::make(p.cu_seqlens_k, rows, p.kv_heads, p.batch, p.seq_k, p.total_k);
+template <int kHeadDim, class Call> int64_t for_config(const Params& p, Call call) {
+  return p.dtype == HF_FLASH_BF16 ? for_config<kHeadDim, bf16>(p, call) : for_config<kHeadDim, fp16>(p, call);
 }
 
-template <class Config> int launch_one_pass(const Params& p, cudaStream_t stream) {
-  using Element = typename Config::Element;
-  using OperandTile = typename Config::OperandTile;
-  constexpr int kHeadDim = Config::kHeadDim;
-  const bool with_dq = p.grad_q.data != nullptr, with_turns = with_dq && p.deterministic;
-  BackwardArguments a;
+// What both forms of a pass are given; Arguments is BackwardArguments or WideArguments.
+template <class Config, class Arguments> void fill(Arguments& a, const Params& p) {
   a.p = p;
-  a.queries = query_grid(p, Config::kQueries);
-  a.keys = key_grid(p, Config::kKeys);
-  a.workspace = BackwardWorkspace::make(p.workspace, a.queries, kHeadDim, with_dq, with_turns);
+  a.queries = TileGrid::make(p.cu_seqlens_q, Config::kStatisticsRows, p.heads, p.batch, p.seq_q, p.total_q);
+  a.keys = TileGrid::make(p.cu_seqlens_k, Config::kKeys, p.kv_heads, p.batch, p.seq_k, p.total_k);
+  a.workspace = BackwardWorkspace::make(p.workspace, a.queries, Config::kDqFloats, p);
   a.scores = ScoreConstants::make(p);
   a.q_layout = query_rows(p), a.k_layout = key_rows(p, p.k);
-  a.copies = copies_per_tile<OperandTile>(p.head_dim);
+  a.copies = copies_per_tile<typename Config::OperandTile>(p.head_dim);
+}
+
+template <class Config, class Arguments> int prepare(const Arguments& a, cudaStream_t stream) {
+  return launch(backward_prepare_kernel<typename Config::Element, Config::kHeadDim>, a.queries.all_tiles(), 256, 0, stream,
+                PrepareArguments{a.p, a.queries, a.workspace});
+}
+
+template <class Config>
+int make_map(CUtensorMap* map, const Tensor& t, const RowLayout& layout, int heads, const Params& p, int rows) {
+  if (t.data == nullptr) return cudaSuccess;   // not wanted, or empty: never used
+  return make_tensor_map<typename Config::Element, typename Config::OperandTile>(map, t, layout, heads, p.head_dim, rows);
+}
+template <class Config, class Arguments> int make_maps(Arguments& a, int query_rows) {
+  const Params& p = a.p;
+  int error = 0;
+  const auto queries = [&](CUtensorMap* map, const Tensor& t) {
+    if (!error) error = make_map<Config>(map, t, a.q_layout, p.heads, p, query_rows);
+  };
+  const auto keys = [&](CUtensorMap* map, const Tensor& t) {
+    if (!error) error = make_map<Config>(map, t, a.k_layout, p.kv_heads, p, Config::kKeys);
+  };
+  queries(&a.q, p.q), queries(&a.grad_out, p.grad_out);
+  keys(&a.k, p.k), keys(&a.v, p.v), keys(&a.grad_k, p.grad_k), keys(&a.grad_v, p.grad_v);
+  return error;
+}
+
+template <class Element, int kHeadDim, int kQueries, int kPanelWidth, Scores kScores>
+int run(BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>, const Params& p, cudaStream_t stream) {
+  using Config = BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>;
+  BackwardArguments a;
+  fill<Config>(a, p);
   // Ascending key tiles are longest first under a causal mask, and what deterministic sums wait for.
   if (!p.cu_seqlens_k && (p.window_right >= 0 || p.deterministic))
     a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 8 * (p.heads / p.kv_heads));
-
-  if (int error = launch(backward_prepare_kernel<Element, kHeadDim>, a.queries.all_tiles(), 256, 0, stream,
-                         PrepareArguments{p, a.queries, a.workspace}))
-    return error;
-  int error = 0;
-  const auto query_map = [&](CUtensorMap* map, const Tensor& t) {
-    if (!error && t.data)
-      error = make_tensor_map<Element, OperandTile>(map, t, a.q_layout, p.heads, p.head_dim, Config::kQueries);
-  };
-  const auto key_map = [&](CUtensorMap* map, const Tensor& t) {
-    if (!error && t.data)
-      error = make_tensor_map<Element, OperandTile>(map, t, a.k_layout, p.kv_heads, p.head_dim, Config::kKeys);
-  };
-  query_map(&a.q, p.q), query_map(&a.grad_out, p.grad_out);
-  key_map(&a.k, p.k), key_map(&a.v, p.v), key_map(&a.grad_k, p.grad_k), key_map(&a.grad_v, p.grad_v);
+  int error = prepare<Config>(a, stream);
+  if (!error) error = make_maps<Config>(a, kQueries);
   if (!error)
-    error = launch(backward_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(BackwardShared<Config>),
-                   stream, a);
-  if (!error && with_dq)
+    error = launch(backward_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(BackwardShared<Config>), stream, a);
+  if (!error && p.grad_q.data)
     error = launch(backward_convert_kernel<Config>, a.queries.all_tiles(), 256,
-                   Config::kQueries * (kHeadDim + 8) * sizeof(Element), stream,
-                   ConvertArguments{p, a.queries, a.workspace});
+                   kQueries * (kHeadDim + 8) * sizeof(Element), stream, ConvertArguments{p, a.queries, a.workspace});
+  return error;
+}
+
+template <class Element, int kHeadDim, Scores kScores>
+int run(WideConfig<Element, kHeadDim, kScores>, const Params& p, cudaStream_t stream) {
+  using Config = WideConfig<Element, kHeadDim, kScores>;
+  WideArguments a;
+  fill<Config>(a, p);
+  if (p.window_right >= 0 && !p.cu_seqlens_k)
+    a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 4 * (p.heads / p.kv_heads));
+  if (p.window_right >= 0 && !p.cu_seqlens_q)
+    a.queries.interleave(max(int64_t(1), int64_t(p.seq_k) * kHeadDim * 4 * p.kv_heads / p.heads));
+  int error = prepare<Config>(a, stream);
+  if (!error) error = make_maps<Config>(a, 64);
+  if (!error) error = make_map<Config>(&a.grad_q, p.grad_q, a.q_layout, p.heads, p, 64);
+  if (!error && (p.grad_k.data || p.grad_v.data))
+    error = launch(backward_dkv_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(DkvShared<Config>), stream, a);
+  if (!error && p.grad_q.data)
+    error = launch(backward_dq_kernel<Config>, a.queries.all_tiles(), Config::kThreads, sizeof(DqShared<Config>), stream, a);
   return error;
 }
 
 }  // namespace hopper
 
 template <int kHeadDim> int64_t hopper_backward_workspace(const Params& p) {
-  return hopper::for_element(p, [&](auto element) {
-    using Element = decltype(element);
-    return hopper::for_config<kHeadDim, Element>(p, [&](auto config) -> int64_t {
-      using Config = decltype(config);
-      return hopper::BackwardWorkspace::bytes(hopper::query_grid(p, Config::kQueries), kHeadDim,
-                                              p.grad_q.data != nullptr, p.deterministic);
-    });
+  return hopper::for_config<kHeadDim>(p, [&](auto config) {
+    using Config = decltype(config);
+    const auto queries =
+        hopper::TileGrid::make(p.cu_seqlens_q, Config::kStatisticsRows, p.heads, p.batch, p.seq_q, p.total_q);
+    return hopper::BackwardWorkspace::bytes(queries, Config::kDqFloats, p);
   });
 }
 
 template <int kHeadDim> int hopper_backward(const Params& p, cudaStream_t stream) {
-  return int(hopper::for_element(p, [&](auto element) {
-    return hopper::for_config<kHeadDim, decltype(element)>(
-        p, [&](auto config) -> int64_t { return hopper::launch_one_pass<decltype(config)>(p, stream); });
-  }));
+  return int(hopper::for_config<kHeadDim>(p, [&](auto config) { return int64_t(hopper::run(config, p, stream)); }));
 }
 
 template int64_t hopper_backward_workspace<HF_FLASH_HEAD_DIM>(const Params& p);

@@ -11,11 +11,13 @@
 
 namespace hf_flash::hopper {
 
-template <class Element_, int kHeadDim_, int kQueries_, int kPanelWidth_, bool kGeneral_> struct BackwardConfig {
+template <class Element_, int kHeadDim_, int kQueries_, int kPanelWidth_, Scores kScores_> struct BackwardConfig {
   using Element = Element_;
   using OperandTile = Tile<kHeadDim_, kPanelWidth_>;
   static constexpr int kHeadDim = kHeadDim_, kQueries = kQueries_, kKeys = 128, kPanelWidth = kPanelWidth_;
-  static constexpr bool kGeneral = kGeneral_;      // windows to the left, softcap, ALiBi, dropout
+  static constexpr Scores kScores = kScores_;
+  static constexpr bool kGeneral = kScores == Scores::kGeneral;
+  static constexpr int kStatisticsRows = kQueries, kDqFloats = kHeadDim;   // BackwardWorkspace
   static constexpr int kThreads = 384;             // loads and dq's reductions | keys 0 to 63 | keys 64 to 127
 
   // The launch allots 168 registers a thread, 504 for three; the sum may not be exceeded (32 + 2 * 240 hangs).
@@ -48,7 +50,7 @@ template <class Config> struct DqSplit {
   }
   // Where vector i of a thread lies in a tile of the fp32 buffer, in floats.
   static HF_DEVICE int offset(int warpgroup, int thread, int i) {
-    return warpgroup ? kFloats0 + ((i - kSkip1) * kThreads1 + thread) * 4 : (i * 128 + thread) * 4;
+    return warpgroup * (kFloats0 - kSkip1 * kThreads1 * 4) + (i * (warpgroup ? kThreads1 : 128) + thread) * 4;
   }
   static HF_DEVICE bool owns(int warpgroup, int thread, int i) {
     return warpgroup == 0 || (thread < kThreads1 && i >= kSkip1);
@@ -191,8 +193,12 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
 
   const uint64_t k_rows = T::k_major(&s.k[0][warpgroup * 64][0]), v_rows = T::k_major(&s.v[0][warpgroup * 64][0]);
   const int key = w.first_key + warpgroup * 64 + warp * 16 + lane / 4;   // of accumulator rows 0; 8 more: rows 1
-  const int unseen0 = first_query_that_sees(mask, key) - 2 * (lane % 4);
-  const int unseen1 = first_query_that_sees(mask, key + 8) - 2 * (lane % 4);
+  const bool hidden[2] = {key >= mask.k_length, key + 8 >= mask.k_length};
+  int unseen[2];                                  // queries before this do not see the key, from this thread's first column
+  if (Config::kScores == Scores::kRight)
+    HF_UNROLL
+    for (int r = 0; r < 2; ++r)
+      unseen[r] = first_query_that_sees(key + 8 * r, mask.k_length, mask.diagonal, mask.right) - 2 * (lane % 4);
   mbarrier_wait(&s.kv_arrived, 0);
   int stage = 0, phase = 0;
   HF_NO_UNROLL
@@ -232,11 +238,11 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
         // Masking every tile measures faster than separate loops with and without masks, and than no masks at all.
         HF_UNROLL
         for (int r = 0; r < 2; ++r) {
-          const int unseen = (r ? unseen1 : unseen0) - tile * kQueries;
+          const int begin = Config::kScores == Scores::kRight ? unseen[r] - tile * kQueries : hidden[r] ? kQueries : 0;
           HF_UNROLL
           for (int i = 0; i < kQueries / 8; ++i) {
-            if (8 * i < unseen) scores[4 * i + 2 * r] = -INFINITY;
-            if (8 * i + 1 < unseen) scores[4 * i + 2 * r + 1] = -INFINITY;
+            if (8 * i < begin) scores[4 * i + 2 * r] = -INFINITY;
+            if (8 * i + 1 < begin) scores[4 * i + 2 * r + 1] = -INFINITY;
           }
         }
         HF_UNROLL
@@ -381,8 +387,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   __syncthreads();
 
   const Range queries = mask.queries(w.first_key, w.first_key + Config::kKeys);
-  w.first_tile = queries.empty() ? 0 : queries.begin / Config::kQueries;
-  w.last_tile = queries.empty() ? 0 : ceil_div(queries.end, Config::kQueries);
+  w.first_tile = uniform(queries.empty() ? 0 : queries.begin / Config::kQueries);
+  w.last_tile = uniform(queries.empty() ? 0 : ceil_div(queries.end, Config::kQueries));
   w.first_seen_key = mask.left < 0 ? -(1 << 30) : int(max(int64_t(mask.diagonal) - mask.left, int64_t(-(1 << 30))));
   w.q_rows = a.q_layout.sequence(w.batch, sequence.q_row, sequence.q_length);
   w.k_rows = a.k_layout.sequence(w.batch, sequence.k_row, sequence.k_length);

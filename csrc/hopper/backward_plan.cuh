@@ -10,6 +10,10 @@ struct TilePlace {
   int tile, head, batch;       // tile inside its sequence
 };
 
+// A value that is the same in the whole warp, told to the compiler: branches and descriptors that depend on it then use
+// uniform registers.
+HF_DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // Tiles of `rows` rows over all heads and sequences of a tensor, as a one-dimensional grid. Packed sequences: sequence b
 // owns the tiles from cu_seqlens[b] / rows + b on, so that no tile spans two sequences, each leaves at most one tile idle,
 // and a block finds its sequence without a prefix sum.
@@ -55,7 +59,7 @@ struct TileGrid {
       first += (31 - __clz(int(before))) * step;
       last = min(last, first + step);
     }
-    return __shfl_sync(~0u, first, 0);
+    return uniform(first);
   }
 };
 
@@ -65,17 +69,25 @@ struct BackwardWorkspace {
   float *lse_log2, *delta, *dq;
   int32_t* turns;
 
-  static int64_t bytes(const TileGrid& queries, int head_dim, bool with_dq, bool with_turns) {
+  // dq_floats: a row of dq, 0 where dq is summed in registers.
+  static int64_t bytes(const TileGrid& queries, int dq_floats, const Params& p) {
     const int64_t tiles = queries.all_tiles(), rows = tiles * queries.rows;
-    return 4 * (2 * rows + (with_dq ? rows * head_dim : 0) + (with_turns ? 2 * tiles : 0));
+    return 4 * (2 * rows + (sums_dq(dq_floats, p) ? rows * dq_floats + (p.deterministic ? 2 * tiles : 0) : 0));
   }
-  static BackwardWorkspace make(void* memory, const TileGrid& queries, int head_dim, bool with_dq, bool with_turns) {
+  static BackwardWorkspace make(void* memory, const TileGrid& queries, int dq_floats, const Params& p) {
     const int64_t rows = queries.all_tiles() * queries.rows;
-    auto* const floats = static_cast<float*>(memory);
-    float* const dq = floats + 2 * rows;
-    return {floats, floats + rows, with_dq ? dq : nullptr,
-            with_turns ? reinterpret_cast<int32_t*>(dq + (with_dq ? rows * head_dim : 0)) : nullptr};
+    float* const lse_log2 = static_cast<float*>(memory);
+    float* const dq = lse_log2 + 2 * rows;
+    BackwardWorkspace w{lse_log2, lse_log2 + rows, nullptr, nullptr};
+    if (sums_dq(dq_floats, p)) {
+      w.dq = dq;
+      if (p.deterministic) w.turns = reinterpret_cast<int32_t*>(dq + rows * dq_floats);
+    }
+    return w;
   }
+
+ private:
+  static bool sums_dq(int dq_floats, const Params& p) { return dq_floats > 0 && p.grad_q.data != nullptr; }
 };
 
 struct PrepareArguments {

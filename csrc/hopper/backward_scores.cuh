@@ -7,18 +7,26 @@
 
 namespace hf_flash::hopper {
 
-// What makes the plain kernels insufficient: all but the scale and the right-hand limit.
-inline bool needs_general_scores(const Params& p) {
-  return p.window_left >= 0 || p.softcap > 0.f || p.alibi_slopes || p.dropout_p > 0.f;
+// What a kernel does to scores beyond the scale and the end of the keys: nothing; a limit to the right, as under a causal
+// mask; everything, as it turns out at run time.
+enum class Scores { kFull, kRight, kGeneral };
+inline Scores scores_of(const Params& p) {
+  if (p.window_left >= 0 || p.softcap > 0.f || p.alibi_slopes || p.dropout_p > 0.f) return Scores::kGeneral;
+  return p.window_right >= 0 ? Scores::kRight : Scores::kFull;
 }
 
-// Limits of a key's queries as the plain kernels keep them: queries below this do not see the key.
-HF_DEVICE int first_query_that_sees(const Mask& mask, int key) {
+// The right-hand limit: queries before this do not see a key.
+HF_DEVICE int first_query_that_sees(int key, int k_length, int diagonal, int right) {
   constexpr int kFar = 1 << 29;
-  if (key >= mask.k_length) return kFar;
-  if (mask.right < 0) return -kFar;
-  const int64_t first = int64_t(key) - mask.diagonal - mask.right;
+  if (key >= k_length) return kFar;
+  const int64_t first = int64_t(key) - diagonal - right;
   return int(first < -kFar ? -kFar : first > kFar ? kFar : first);
+}
+
+// And the other way round: this key and later ones are not seen.
+HF_DEVICE int first_unseen_key(int query, int k_length, int diagonal, int right) {
+  const int64_t end = int64_t(query) + diagonal + right + 1;
+  return int(end < 0 ? 0 : end > k_length ? k_length : end);
 }
 
 // What the launcher knows of it. Kernels read these as constants, which cost no registers.
