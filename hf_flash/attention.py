@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from . import checks, library, ops
+from .cpu import NATIVE_GROUPS
 
 _sdpa = F.scaled_dot_product_attention
 
@@ -161,7 +162,8 @@ def flash_attn_func(
         and (window_size[1] < 0 or causal)
         and (not causal or q.shape[1] == k.shape[1] or q.shape[1] == 1)
         and k.numel() > 0
-        and (q.shape[2] == k.shape[2] or q.dtype.itemsize > 2)  # else it adds a group's gradients in half precision
+        # PyTorch adds a group's gradients in half precision, and before NATIVE_GROUPS has no fused path for groups.
+        and (q.shape[2] == k.shape[2] or (NATIVE_GROUPS and q.dtype.itemsize > 2))
         and not uses_kernels(q)
     ):
         return _stock(q, k, v, softmax_scale, causal and q.shape[1] > 1)

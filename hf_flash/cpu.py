@@ -13,6 +13,8 @@ from .reference import dropout_keep, rotate_and_append
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _NEG_INF = float("-inf")
+# From this version PyTorch's kernel takes fewer kv heads than heads as they are.
+NATIVE_GROUPS = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 9)
 _BUDGET = 1 << 24  # elements of a chunk's scores or mask
 
 
@@ -107,6 +109,39 @@ def _kept(f, batches, heads, piece):
     return dropout_keep(f.rng_state, f.dropout_p, batches, heads, range(*piece[:2]), range(*piece[2:4]))
 
 
+def _grouped(tensors, kv_tensors, bias, b):
+    """Row b of the batch with its kv heads for a batch and the heads of a group for heads: k and v as views."""
+    kv_heads = kv_tensors[0].shape[1]
+    group = tensors[0].shape[1] // kv_heads
+    if bias is not None and bias.dim() == 4:
+        bias = bias[b if bias.shape[0] > 1 else 0].unflatten(0, (kv_heads, group))
+    folded = [x[b].unflatten(0, (kv_heads, group)) for x in tensors]
+    return folded, [x[b][:, None].expand(-1, group, -1, -1) for x in kv_tensors], bias
+
+
+def _fused_forward(q, k, v, causal, bias, scale):
+    """PyTorch's fused forward, out and lse (batch, heads, seq, …)."""
+    if NATIVE_GROUPS or q.shape[1] == k.shape[1]:
+        return _fused(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    results = []
+    for b in range(q.shape[0]):
+        (q_b,), kv, bias_b = _grouped((q,), (k, v), bias, b)
+        results.append([x.flatten(0, 1) for x in _fused(q_b, *kv, 0.0, causal, attn_mask=bias_b, scale=scale)])
+    return [torch.stack(x) for x in zip(*results)]
+
+
+def _fused_gradients(grad_out, q, k, v, out, lse, causal, bias, scale):
+    """PyTorch's fused backward. In half precision it would add up a group's dk and dv in that; here in fp32."""
+    if q.shape[1] == k.shape[1] or (NATIVE_GROUPS and q.dtype.itemsize > 2):
+        return _fused_backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    results = []
+    for b in range(q.shape[0]):
+        (grad_b, q_b, out_b, lse_b), kv, bias_b = _grouped((grad_out, q, out, lse), (k, v), bias, b)
+        grads = _fused_backward(grad_b, q_b, *kv, out_b, lse_b, 0.0, causal, attn_mask=bias_b, scale=scale)
+        results.append((grads[0].flatten(0, 1), *(x.sum(1, dtype=lse.dtype) for x in grads[1:])))
+    return [torch.stack(x) for x in zip(*results)]
+
+
 def _forward_one(q, k, v, f, batches):
     """(batch, heads, seq, head_dim) -> out (batch, seq_q, heads, head_dim), lse (batch, heads, seq_q)."""
     batch, heads, seq_q, _ = q.shape
@@ -115,7 +150,7 @@ def _forward_one(q, k, v, f, batches):
     diagonal, dtype = seq_k - seq_q, _statistics_dtype(q)
     if len(pieces) == 1 and not f.plain and pieces[0][:4] == (0, seq_q, 0, seq_k):
         bias = _bias(pieces[0], diagonal, f, batches, dtype)
-        out, lse = _fused(q, k, v, 0.0, pieces[0][4] == "causal", attn_mask=bias, scale=f.scale)
+        out, lse = _fused_forward(q, k, v, pieces[0][4] == "causal", bias, f.scale)
         return out.transpose(1, 2).contiguous(), lse.contiguous()
     out = q.new_zeros(batch, seq_q, heads, v.shape[-1])
     lse = torch.full((batch, heads, seq_q), _NEG_INF, dtype=dtype)
@@ -124,7 +159,7 @@ def _forward_one(q, k, v, f, batches):
         k_piece, v_piece = k[:, :, low:high], v[:, :, low:high]
         if not f.plain:
             bias = _bias(piece, diagonal, f, batches, dtype)
-            o, s = _fused(q[:, :, a:b], k_piece, v_piece, 0.0, kind == "causal", attn_mask=bias, scale=f.scale)
+            o, s = _fused_forward(q[:, :, a:b], k_piece, v_piece, kind == "causal", bias, f.scale)
         else:
             p, _ = _scores(q, k, piece, diagonal, f, batches)
             s = p.logsumexp(-1)
@@ -136,28 +171,6 @@ def _forward_one(q, k, v, f, batches):
         out[:, a:b] = o.transpose(1, 2)
         lse[:, :, a:b] = s
     return out, lse
-
-
-def _fused_gradients(grad_out, q, k, v, out, lse, causal, bias, scale):
-    """PyTorch's backward; for grouped heads one row of the batch at a time.
-
-    It would add up a group's dk and dv in their own dtype. Taking the kv heads for the batch and the group for the
-    heads gives each query head's share, from views of k and v, to be added in fp32.
-    """
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    if group == 1 or q.dtype.itemsize > 2:
-        return _fused_backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
-    results = []
-    for b in range(q.shape[0]):
-        grouped = [x[b].unflatten(0, (kv_heads, group)) for x in (grad_out, q, out, lse)]
-        shared = [x[b][:, None].expand(-1, group, -1, -1) for x in (k, v)]
-        if bias is not None and bias.dim() == 4:
-            bias_b = bias[b if bias.shape[0] > 1 else 0].unflatten(0, (kv_heads, group))
-        else:
-            bias_b = bias
-        grads = _fused_backward(*grouped[:2], *shared, *grouped[2:], 0.0, causal, attn_mask=bias_b, scale=scale)
-        results.append((grads[0].flatten(0, 1), *(x.sum(1, dtype=torch.float32) for x in grads[1:])))
-    return [torch.stack(x) for x in zip(*results)]
 
 
 def _backward_one(grad_out, grad_lse, q, k, v, out, lse, f, batches):

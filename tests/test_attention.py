@@ -308,6 +308,22 @@ def test_fp64_on_the_cpu_is_exact(case):
     torch.testing.assert_close(out, attention_reference(q, k, v, **features)[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+def test_groups_without_pytorchs_own_support_for_them(monkeypatch, alibi):
+    """Before torch 2.9 the fused CPU kernel wants as many kv heads as heads."""
+    from hf_flash import cpu
+
+    q, k, v = (torch.randn(2, 700, h, 8, requires_grad=True) for h in (6, 2, 2))
+    slopes = torch.rand(2, 6) if alibi else None
+    results = []
+    for native in (cpu.NATIVE_GROUPS, False):
+        monkeypatch.setattr(cpu, "NATIVE_GROUPS", native)
+        out, lse = hf_flash.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True)
+        results.append((out, lse, *torch.autograd.grad(out.sum(), (q, k, v))))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_the_sample_covers_each_head_dim_and_feature():
     for name, cases in CASES.items():
         for field in ("causal", "alibi", "grad_lse", "deterministic"):
