@@ -1,5 +1,5 @@
-// Forward attention for Hopper, after FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608): a producer warpgroup copies
-// tiles by TMA, consumer warpgroups of 64 query rows each run softmax(Q K^T) V with S and P in registers.
+// Forward attention for Hopper, after FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608): a producer warpgroup
+// copies tiles by TMA, consumer warpgroups of 64 query rows each run softmax(Q K^T) V with S and P in registers.
 //   q (batch, seq_q, heads, head_dim)   k, v (batch, seq_k, kv_heads, head_dim), or packed by cu_seqlens
 //   out like q                          lse (batch, heads, seq_q) or (heads, total_q), fp32
 #include "forward.cuh"
@@ -115,7 +115,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
   using Tile = typename C::Tile;
   constexpr int kTileK = C::kTileK, kHeadDim = C::kHeadDim;
   using Scores = float[kTileK / 2];
-  constexpr bool kGeneral = C::kVariant == Variant::kGeneral;
+  constexpr bool kDropout = C::kVariant == Variant::kDropout, kGeneral = kDropout || C::kVariant == Variant::kGeneral;
   const Params& p = a.p;
   const int lane = threadIdx.x % 32;
   const bool leader = threadIdx.x % 128 == 0;
@@ -160,7 +160,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
       HF_UNROLL
       for (int i = 0; i < kTileK / 4; ++i) probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
     };
-    // What the scores of key tile j still need before softmax, and P after it.
+    // What the scores of key tile j still need before softmax.
     auto prepare = [&](Scores& scores, int j) {
       const int column = j * kTileK + tile_column;
       if constexpr (kGeneral) {
@@ -183,11 +183,6 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
         }
       }
     };
-    auto finish = [&](Scores& scores, int j) {
-      if constexpr (kGeneral) {
-        if (p.dropout_p > 0.f) drop(scores, p, w, row, j * kTileK + tile_column);
-      }
-    };
 
     mbarrier_wait(&s.q_arrived[group], count & 1);
     if (begin < end) {
@@ -201,7 +196,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
         if (leader) mbarrier_arrive(&s.k_released[ring.stage]);
         prepare(scores, j);
         softmax.template update<true, true>(scores, scale);
-        finish(scores, j);
+        if constexpr (kDropout) drop(scores, p, w, row, j * kTileK + tile_column);
         to_probabilities(scores);
       }
       // S of tile j is computed while softmax of it waits for nothing but S, and runs under P V of tile j + 1.
@@ -222,10 +217,10 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
         if (leader) mbarrier_arrive(&s.k_released[ring.stage]);
         if (kMasked) prepare(scores, j);
         softmax.template update<false, kMasked>(scores, scale);
-        finish(scores, j);
         wgmma_wait<0>();
         pin(out);
         if (leader) mbarrier_arrive(&s.v_released[previous.stage]);
+        if constexpr (kDropout) drop(scores, p, w, row, j * kTileK + tile_column);
         to_probabilities(scores);
         if (!C::kRescaleFirst) softmax.rescale(out);
       };
@@ -249,7 +244,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
     float factor[2];
     HF_UNROLL
     for (int r = 0; r < 2; ++r) factor[r] = softmax.sum[r] == 0.f ? 0.f : 1.f / softmax.sum[r];
-    if (kGeneral && p.dropout_p > 0.f) {
+    if (kDropout) {
       factor[0] *= 1.f / (1.f - p.dropout_p);
       factor[1] *= 1.f / (1.f - p.dropout_p);
     }
@@ -275,10 +270,12 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
     barrier_sync(kGroupBarrier + group, 128);
     HF_UNROLL
     for (int i = 0; i < kHeadDim / 16; ++i) {
-      const float* x = &out[8 * i];
-      store_matrix_x4(shared_address(staged) + Tile::template chunk_offset<64>(store_row, 2 * i + store_lane / 16),
-                      pack<Element>(x[0] * factor[0], x[1] * factor[0]), pack<Element>(x[2] * factor[1], x[3] * factor[1]),
-                      pack<Element>(x[4] * factor[0], x[5] * factor[0]), pack<Element>(x[6] * factor[1], x[7] * factor[1]));
+      uint32_t x[4];
+      HF_UNROLL
+      for (int e = 0; e < 4; ++e)
+        x[e] = pack<Element>(out[8 * i + 2 * e] * factor[e % 2], out[8 * i + 2 * e + 1] * factor[e % 2]);
+      const int offset = Tile::template chunk_offset<64>(store_row, 2 * i + store_lane / 16);
+      store_matrix_x4(shared_address(staged) + offset, x[0], x[1], x[2], x[3]);
     }
     fence_async_shared();
     barrier_sync(kGroupBarrier + group, 128);
@@ -337,10 +334,11 @@ struct ForwardShape {
   bool ping_pong;
 };
 
-// Measured choices. 192 rows read K and V less often, 128 waste less of short sequences and leave the general kernel
-// the registers it needs. Panels of 64 columns where they divide the head dim.
+// 192 rows read K and V less often; 128 waste less of short sequences and leave the general kernel the registers it
+// needs. Drawing the dropout mask takes registers from the key tile where O is large.
 constexpr ForwardShape forward_shape(int head_dim, Variant variant, bool small_tile) {
-  const bool causal = variant == Variant::kCausal, general = variant == Variant::kGeneral;
+  const bool causal = variant == Variant::kCausal, dropout = variant == Variant::kDropout;
+  const bool general = dropout || variant == Variant::kGeneral;
   switch (head_dim) {
     case 64: return small_tile || general ? ForwardShape{128, 128, 64, causal} : ForwardShape{192, 128, 64, causal};
     case 80:
@@ -349,8 +347,8 @@ constexpr ForwardShape forward_shape(int head_dim, Variant variant, bool small_t
     case 96:
       return small_tile || general ? ForwardShape{128, 128, 32, false} : ForwardShape{192, 112, 32, causal};
     case 128: return {128, 128, 64, false};
-    case 192: return {128, general ? 96 : 112, 64, false};
-    default: return {128, general ? 64 : 80, 64, false};
+    case 192: return {128, dropout ? 96 : 112, 64, false};
+    default: return {128, dropout ? 48 : 80, 64, false};
   }
 }
 
@@ -363,11 +361,13 @@ template <class C> int launch_forward(const Params& p, cudaStream_t stream) {
   a.k_rows = key_rows(p, p.k);
   a.v_rows = key_rows(p, p.v);
   a.copies = copies_per_tile<Tile>(p.head_dim);
-  const bool no_keys = p.seq_k == 0;   // then K and V may have no address, and nothing reads through their maps
+  // Without keys K and V may have no address; then nothing reads through their maps.
+  const Tensor& k = p.seq_k == 0 ? p.q : p.k;
+  const Tensor& v = p.seq_k == 0 ? p.q : p.v;
   for (int error : {make_tensor_map<Element, Tile>(&a.q, p.q, a.q_rows, p.heads, p.head_dim, 64),
                     make_tensor_map<Element, Tile>(&a.out, p.out, a.q_rows, p.heads, p.head_dim, 64),
-                    make_tensor_map<Element, Tile>(&a.k, no_keys ? p.q : p.k, a.k_rows, p.kv_heads, p.head_dim, C::kTileK),
-                    make_tensor_map<Element, Tile>(&a.v, no_keys ? p.q : p.v, a.v_rows, p.kv_heads, p.head_dim, C::kTileK)})
+                    make_tensor_map<Element, Tile>(&a.k, k, a.k_rows, p.kv_heads, p.head_dim, C::kTileK),
+                    make_tensor_map<Element, Tile>(&a.v, v, a.v_rows, p.kv_heads, p.head_dim, C::kTileK)})
     if (error) return error;
 
   a.ragged = p.cu_seqlens_q || p.cu_seqlens_k || p.used_k;
@@ -385,8 +385,8 @@ template <class C> int launch_forward(const Params& p, cudaStream_t stream) {
   return launch(forward_kernel<C>, a.one_tile ? tiles : sm_count, C::kThreads, sizeof(ForwardShared<C>), stream, a);
 }
 
-// Whether 128 query rows a tile end sooner than 192: by the rows that fill whole waves of tiles and, causal, by the keys
-// that the diagonal wastes, at 7 % more time per row.
+// Whether tiles of 128 query rows end sooner than tiles of 192: by the rows in whole waves of tiles and, causal, by the
+// keys that the diagonal wastes, at 7 % more time per row.
 inline bool small_tile_is_faster(const Params& p, bool causal) {
   const int64_t sequences = int64_t(p.batch) * p.heads, sm_count = device_facts().sm_count;
   const int64_t rows = p.cu_seqlens_q ? p.total_q / (p.batch > 0 ? p.batch : 1) : p.seq_q;
@@ -413,7 +413,8 @@ template <class Element, int kHeadDim> int launch_element(Params p, cudaStream_t
   // Limits that no sequence can reach are none: one query is never causal.
   if (p.window_left >= p.seq_k - 1) p.window_left = -1;
   if (p.window_right >= p.seq_q - 1) p.window_right = -1;
-  const bool plain = p.softcap == 0.f && !p.alibi_slopes && p.dropout_p == 0.f && p.scale > 0.f && p.window_left < 0;
+  if (p.dropout_p > 0.f) return launch_variant<Element, kHeadDim, Variant::kDropout>(p, stream);
+  const bool plain = p.softcap == 0.f && !p.alibi_slopes && p.scale > 0.f && p.window_left < 0;
   if (plain && p.window_right < 0) return launch_variant<Element, kHeadDim, Variant::kFull>(p, stream);
   if (plain && p.window_right == 0) return launch_variant<Element, kHeadDim, Variant::kCausal>(p, stream);
   return launch_variant<Element, kHeadDim, Variant::kGeneral>(p, stream);

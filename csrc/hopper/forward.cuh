@@ -7,8 +7,9 @@
 
 namespace hf_flash::hopper {
 
-// kGeneral tests for windows, softcap, ALiBi and dropout at run time, tile by tile; the other two carry no trace of them.
-enum class Variant { kFull, kCausal, kGeneral };
+// kGeneral tests for windows, softcap and ALiBi at run time, tile by tile; kDropout drops besides. The first two carry no
+// trace of these.
+enum class Variant { kFull, kCausal, kGeneral, kDropout };
 
 template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kPanelWidth_, Variant kVariant_,
           bool kPingPong_ = false>
@@ -192,8 +193,8 @@ template <bool kLazy> struct OnlineSoftmax {
   }
 };
 
-// Fragments of scores: score[i] of a thread is row `row` + 8 * (i / 2 % 2), column `column` + 8 * (i / 4) + i % 2 of the
-// tile; rows and columns here are those of the sequence.
+// Fragments of scores: score[i] of a thread is query row + 8 * (i / 2 % 2), key column + 8 * (i / 4) + i % 2 of the
+// sequence.
 
 // -inf to the columns outside [begin, end).
 template <int n> HF_DEVICE void mask_row(float (&scores)[n], int r, int begin, int end) {
@@ -240,9 +241,10 @@ HF_DEVICE void transform_scores(float (&scores)[n], const Params& p, const Work&
 
 // Zeroes what dropout drops; the survivors' factor 1 / (1 - p) is left to the end.
 template <int n> HF_DEVICE void drop(float (&probabilities)[n], const Params& p, const Work& w, int row, int column) {
-  const Dropout dropout(p, w.batch, w.head);
+  Dropout dropout(p, w.batch, w.head);
   HF_UNROLL
-  for (int i = 0; i < n / 8; ++i)
+  for (int i = 0; i < n / 8; ++i) {
+    dropout.key = make_uint2(opaque(dropout.key.x), opaque(dropout.key.y));   // no round keys kept between draws
     HF_UNROLL
     for (int e = 0; e < 2; ++e) {
       const uint4 words = dropout.draw(row, column + 16 * i + e);
@@ -252,6 +254,7 @@ template <int n> HF_DEVICE void drop(float (&probabilities)[n], const Params& p,
       if (!dropout.keeps(words.z)) x[2] = 0.f;
       if (!dropout.keeps(words.w)) x[6] = 0.f;
     }
+  }
 }
 
 }  // namespace hf_flash::hopper
