@@ -205,7 +205,7 @@ def offsets(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, total_k):
         raise ValueError(
             f"cu_seqlens_q {_shape(cu_seqlens_q)} and cu_seqlens_k {_shape(cu_seqlens_k)} name different batch sizes"
         )
-    if not torch.compiler.is_compiling():
+    if type(cu_seqlens_q) is type(cu_seqlens_k) is torch.Tensor and not torch.compiler.is_compiling():
         _check_offsets(cu_seqlens_q, "cu_seqlens_q", max_seqlen_q, q.shape[0])
         if not same or max_seqlen_k != max_seqlen_q or total_k != q.shape[0]:
             _check_offsets(cu_seqlens_k, "cu_seqlens_k", max_seqlen_k, 2**31 - 1 if total_k is None else total_k)

@@ -41,7 +41,7 @@ def varlen_cases():
                 yield pytest.param(name, lengths, case, id=f"{name}-{lengths}-{case}", marks=marks)
 
 
-@pytest.mark.parametrize("name, lengths, case", varlen_cases())
+@pytest.mark.parametrize("name, lengths, case", list(varlen_cases()))
 def test_each_sequence_matches_fp64_alone(name, lengths, case, poisoned):
     """Rows 6, 13, 28, 30: also rows past the last offset, which give 0."""
     c, device = case, torch.device("cuda" if name == "cuda" else "cpu")
