@@ -200,6 +200,7 @@ def _tile_counter(device, stream):
 def run(which, params, device):
     """Runs FORWARD, BACKWARD or DECODE on the device's current stream, with scratch memory from torch's allocator."""
     library = _library or _loaded()
+    params.kernel = kernel_choice()
     if device.type != "cuda":
         return _run(library, which, params, device, 0)
     index = device.index
@@ -210,7 +211,6 @@ def run(which, params, device):
 
 
 def _run(library, which, params, device, stream):
-    params.kernel = kernel_choice()
     pointer = ctypes.addressof(params)
     counter = _tile_counter(device, stream)
     params.tile_counter = counter.data_ptr()
@@ -220,5 +220,8 @@ def _run(library, which, params, device, stream):
             workspace = torch.empty(size, dtype=torch.uint8, device=device)
             params.workspace, params.workspace_bytes = workspace.data_ptr(), size
     code = getattr(library, _PASSES[which])(pointer, stream)
+    if code == NO_TENSOR_MAP and params.kernel == 0:  # strides that only the copy engine cannot follow
+        params.kernel = _KERNELS["portable"]
+        return _run(library, which, params, device, stream)
     if code:
         _check(library, code, params, which)

@@ -158,6 +158,13 @@ def test_a_kernel_can_be_forced_and_the_choice_is_undone(load, compiled, monkeyp
         pass
 
 
+def test_what_the_copy_engine_cannot_describe_goes_to_the_portable_kernel(load, compiled):
+    load(compiled("return p->kernel == 1 ? 0 : 1003;"))
+    library.run(library.FORWARD, library.HfFlashParams(), torch.device("cpu"))
+    with library.force_kernel("hopper"), pytest.raises(RuntimeError, match="the text"):
+        library.run(library.FORWARD, library.HfFlashParams(), torch.device("cpu"))
+
+
 def test_tile_counters_are_kept_for_each_stream():
     counter = library._tile_counter(torch.device("cpu"), 1)
     assert counter.tolist() == [0, 0] and counter.dtype == torch.int32
