@@ -114,7 +114,7 @@ def tail(losses):
 def main(argv=None):
     options = arguments(argv)
     set_seed(options.seed)
-    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else None)
+    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     ids = common.load_ids(options.model, options.text)
     model = load_model(options)
     kinds = ["stock"] if options.stock else ["patched"]
