@@ -183,6 +183,13 @@ def test_pages_equal_rows_in_a_line(backend, seq_q):
         hf_flash.flash_attn_varlen_func(q.requires_grad_(), *pages, **arguments, block_table=table)
 
 
+def test_offsets_made_under_inference_mode(backend):
+    with torch.inference_mode():
+        q, cu = make((6, 2, 64), backend.dtypes[0], backend.device), offsets([2, 4], backend.device)
+        for _ in range(2):
+            assert hf_flash.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4).shape == q.shape
+
+
 def test_many_short_sequences(backend):
     """More sequences than a grid's second axis could count are a gpu test; here 300 of 0 to 3 tokens."""
     lengths = torch.randint(0, 4, (300 if backend.name != "emulated" else 40,)).tolist()
