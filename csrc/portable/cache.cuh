@@ -33,9 +33,9 @@ struct CacheRow {
   HF_DEVICE int64_t offset(const Tensor& t) const { return page * t.batch_stride + slot * t.row_stride; }
 };
 
-// The keys that a tile of queries sees, in parts of equal length. The length depends on the number of these keys alone, never
-// on the batch or the cache's capacity, so that a sequence gives the same bits whatever it is batched with. Short sequences are
-// cut finely, to occupy the GPU with one of them; long ones coarsely, to write few partial results.
+// The keys that a tile of queries sees, in parts of equal length. The length depends on the number of these keys alone,
+// never on the batch or the cache's capacity, so that a sequence gives the same bits whatever it is batched with. Short
+// sequences are cut finely, to occupy the GPU with one of them; long ones coarsely, to write few partial results.
 struct Splits {
   Range keys;
   int length, count;        // count is at least one: a tile without keys still writes its output

@@ -5,8 +5,9 @@
 
 namespace hf_flash {
 
-// Columns column .. column + 7 of a row, the first rotary_dim columns turned by the angles of a position. Pairs are (0, 1),
-// (2, 3), ... when interleaved, else the two halves of rotary_dim. The sum is rounded as a separate product and addition.
+// Columns column .. column + 7 of a row, the first rotary_dim columns turned by the angles of a position. Pairs are (0,
+// 1), (2, 3), ... when interleaved, else the two halves of rotary_dim. The sum is rounded as a separate product and
+// addition.
 template <class Element>
 HF_DEVICE uint4 rotated_chunk(const Params& p, const Element* row, int column, int64_t position) {
   if (p.rotary_cos == nullptr || column >= p.rotary_dim) return *reinterpret_cast<const uint4*>(row + column);
@@ -32,8 +33,8 @@ HF_DEVICE uint4 rotated_chunk(const Params& p, const Element* row, int column, i
                     pack<Element>(turned[4], turned[5]), pack<Element>(turned[6], turned[7]));
 }
 
-// new_k, new_v (batch, seq_new, kv_heads, head_dim) -> rows used_k + 0 .. seq_new - 1 of the cache, keys turned by the angles
-// of those rows. One thread moves 16 bytes of each. Rows past the cache's capacity are dropped.
+// new_k, new_v (batch, seq_new, kv_heads, head_dim) -> rows used_k + 0 .. seq_new - 1 of the cache, keys turned by the
+// angles of those rows. One thread moves 16 bytes of each. Rows past the cache's capacity are dropped.
 template <class Element> __global__ void __launch_bounds__(256) append_kernel(const Params p) {
   const int chunks = p.head_dim / 8;
   const int64_t index = int64_t(blockIdx.x) * 256 + threadIdx.x;
