@@ -4,6 +4,7 @@
     python benchmarks/models.py --rows llama-1b/train --modes hf_flash,sdpa,hf_flash+compile,sdpa+compile
     python benchmarks/models.py --rows llama-1b/generate --modes hf_flash,hf_flash+graphs,sdpa,sdpa+static
     python benchmarks/models.py --losses 50 --rows llama-1b/train
+    python benchmarks/models.py --longest              # the longest context that trains with LoRA and checkpointing
 
 Random weights in bf16, text of Python's standard library byte by byte, fused AdamW; a training step is forward,
 backward, clipping and the optimiser, and tokens/s count real tokens only. Each mode has a model of its own, in turns
@@ -26,6 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 import common  # noqa: E402
+import lora_long_context  # noqa: E402
 import record as records  # noqa: E402
 import transformers  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -294,7 +296,7 @@ def reason_of(error, row):
 
 
 def measure_row(row, modes, text, device, options, report):
-    """Calls report(record row) whenever a mode has been measured; later turns refine earlier ones."""
+    """Calls report(record rows) whenever a mode has been measured; later turns refine earlier ones."""
     results, errors, losses = {}, {}, {}
     for turn in range(options.turns):
         for mode in modes if turn % 2 == 0 else modes[::-1]:
@@ -309,35 +311,65 @@ def measure_row(row, modes, text, device, options, report):
             except Exception as error:
                 errors[mode] = reason_of(error, row)
                 tqdm.write(f"{row.name} {mode}: {errors[mode]}")
-            report(record_row(row, results, errors, losses))
+            report(record_rows(row, results, errors, losses))
 
 
-def record_row(row, results, errors, losses):
-    merged = {"model": row.model, "task": row.task, "batch": row.batch, "seq": row.seq, "fill": row.fill}
+def split_mode(mode):
+    """ "sdpa+compile" -> ("sdpa", "compile"). Both sides' ways to capture a decoding step are one addition."""
+    attention, *additions = mode.split("+")
+    return attention, "+".join("captured step" if a in ("graphs", "static") else a for a in additions)
+
+
+def record_rows(row, results, errors, losses):
+    """A row of the record per addition, so that like stands beside like."""
+    rows = {}
+
+    def put(mode, name, value):
+        attention, addition = split_mode(mode)
+        fresh = {"model": row.model, "task": row.task, "batch": row.batch, "seq": row.seq, "fill": row.fill}
+        merged = rows.setdefault(addition, {**fresh, **({"with": addition} if addition else {})})
+        merged.setdefault(name, {})[attention] = value
+
     for mode, measured in results.items():
         for name in measured[0]:
             values = [m[name] for m in measured if m[name] is not None]
             if values:
                 middle = max(values) if name == "peak_gib" else statistics.median(values)
-                merged.setdefault(name, {})[mode] = float(f"{middle:.5g}")
-    if errors:
-        merged["errors"] = errors
-    if losses:
-        merged["losses"] = losses
-    return merged
+                put(mode, name, float(f"{middle:.5g}"))
+    for mode, reason in errors.items():
+        put(mode, "errors", reason)
+    for mode, values in losses.items():
+        put(mode, "losses", values)
+    return list(rows.values())
 
 
-def describe(row, merged):
-    words = [row.name]
+def describe(merged):
+    words = ["/".join(str(merged[n]) for n in ("model", "task", "batch", "seq", "with") if n in merged)]
     for mode, value in merged.get("tokens_per_s", {}).items():
         peak = merged.get("peak_gib", {}).get(mode)
         extra = [f"{peak:.1f} GiB"] if peak is not None else []
-        if row.task == "generate":
+        if "step_ms" in merged:
             extra.append(f"prefill {merged['prefill_ms'][mode]:.1f} ms, step {merged['step_ms'][mode]:.2f} ms")
-        words.append(f"{mode} {value:,.0f} tok/s" + (f" ({', '.join(extra)})" if extra else ""))
+        else:
+            extra.append(f"{merged['model_tflops'][mode]:.3g} TFLOP/s")
+        words.append(f"{mode} {value:,.0f} tok/s ({', '.join(extra)})")
     for mode, losses in merged.get("losses", {}).items():
         words.append(f"{mode} loss {losses[0]:.4f} -> {statistics.mean(losses[-5:]):.4f}")
     return " | ".join(words)
+
+
+def longest_context(modes, tiny):
+    """The row of examples/lora_long_context.py: the longest context that trains, by kind of attention."""
+    kinds = ["patched" if mode == "hf_flash" else mode for mode in modes]
+    limits = ["--start", "64", "--limit", "128", "--steps", "1", "--refine", "0"] if tiny else []
+    found = lora_long_context.main(["--kinds", ",".join(kinds), "--plot", "", *limits])
+    row = {"model": "llama-1b", "task": "longest context", "batch": 1, "seq": 0, "fill": 1}
+    for mode, points in zip(modes, found.values(), strict=True):
+        best = lora_long_context.longest(points)
+        row.setdefault("longest", {})[mode] = best
+        if best:
+            row.setdefault("peak_gib", {})[mode] = round(points[best][1], 2)
+    return row
 
 
 def main(arguments=None):
@@ -348,6 +380,7 @@ def main(arguments=None):
     parser.add_argument("--new-tokens", type=int, default=32, help="decoding steps to time")
     parser.add_argument("--turns", type=int, default=2, help="times that each mode is measured")
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="compare losses instead of speed")
+    parser.add_argument("--longest", action="store_true", help="find the longest context instead of speed")
     parser.add_argument("--seconds", type=float, default=120, help="time limit of one mode of one row")
     parser.add_argument("--minutes", type=float, default=60, help="start no row after this long")
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the record, or a .json file")
@@ -369,18 +402,23 @@ def main(arguments=None):
     limits = bench.ceilings(device, 5)
     recorder = records.Recorder(options.output, device.type, limits)
     print(f"product {limits['matmul_tflops']} TFLOP/s, copy {limits['copy_tb_s']} TB/s", flush=True)
+    if options.longest:
+        recorder.add("models", longest_context(options.modes.split(","), options.tiny))
+        rows = []
     for row in tqdm(rows, unit="row", disable=None):
         if time.monotonic() - began > 60 * options.minutes:
             tqdm.write(f"{row.name}: no time left")
             continue
-        last = {}
+        last = []
 
-        def report(merged, last=last):
-            last.update(merged)
-            recorder.add("models", merged)
+        def report(rows, last=last):
+            last[:] = rows
+            for merged in rows:
+                recorder.add("models", merged)
 
         measure_row(row, options.modes.split(","), text, device, options, report)
-        tqdm.write(describe(row, last))
+        for merged in last:
+            tqdm.write(describe(merged))
     print(f"{recorder.path}")
     return 0
 

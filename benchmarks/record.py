@@ -86,11 +86,14 @@ def combine(old, new):
     rows = {key(row): row for row in old}
     for row in new:
         before = rows.get(key(row), {})
-        # Figures are comparable inside one run only: contenders of different runs are not put side by side.
-        same_run = before.get("run") == row.get("run")
-        merged = {n: {**before[n], **v} if same_run and isinstance(before.get(n), dict) and n in MEASURED else v
-                  for n, v in row.items()}  # fmt: skip
-        rows[key(row)] = {**(before if same_run else {}), **merged}
+        # Contenders are comparable inside one run only: those of different runs are not put side by side.
+        if before.get("run") == row.get("run"):
+            row = {
+                n: {**before.get(n, {}), **v} if n in MEASURED and isinstance(v, dict) else v for n, v in row.items()
+            }
+        else:
+            before = {name: value for name, value in before.items() if name != "errors"}
+        rows[key(row)] = {**before, **row}
     return list(rows.values())
 
 
@@ -255,9 +258,16 @@ def decode_table(rows):
     return markdown(header, lines)
 
 
+def context_line(row):
+    """One sentence on the longest contexts that train."""
+    words = [f"{name} {count:,} tokens" for name, count in row["longest"].items()]
+    return f"Longest context that trains ({row['model']}, LoRA, gradient checkpointing): {', '.join(words)}.\n"
+
+
 def models_table(rows):
     lines = []
-    for row in rows:
+    sentences = [context_line(row) for row in rows if "longest" in row]
+    for row in (row for row in rows if "longest" not in row):
         speed, memory = row.get("tokens_per_s", {}), row.get("peak_gib", {})
 
         def cell(name, speed=speed, memory=memory, row=row):
@@ -272,8 +282,10 @@ def models_table(rows):
         stock = [speed[name] for name in ("sdpa", "eager") if speed.get(name)]
         ratio = speed["hf_flash"] / max(stock) if stock and speed.get("hf_flash") else None
         size = f"{row['batch']} × {row['seq']}, " + ("full" if row["fill"] == 1 else f"fill {row['fill']}")
-        lines.append([row["model"], row["task"], size, *map(cell, ("hf_flash", "sdpa", "eager")), figure(ratio, 2)])
-    return markdown(["model", "task", "batch × tokens", "patched", "stock sdpa", "stock eager", "ratio"], lines)
+        name = row["model"] + (f" + {row['with']}" if row.get("with") else "")
+        lines.append([name, row["task"], size, *map(cell, ("hf_flash", "sdpa", "eager")), figure(ratio, 2)])
+    table = markdown(["model", "task", "batch × tokens", "patched", "stock sdpa", "stock eager", "ratio"], lines)
+    return "\n\n".join([table, *sentences])
 
 
 def features_table(adapters):

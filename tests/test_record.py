@@ -85,6 +85,11 @@ def test_a_newer_row_replaces_the_older_of_the_same_case():
     old = [{**attention_row(hf_flash=1.0, fa2=2.0), "run": "a"}, {**attention_row(2048, hf_flash=3.0), "run": "a"}]
     rows = record.combine(old, [{**attention_row(hf_flash=4.0), "run": "b"}])
     assert [row["tflops"] for row in rows] == [{"hf_flash": 4.0}, {"hf_flash": 3.0}]
+    # What the newer run did not measure at all stays.
+    rows = record.combine(
+        [{**attention_row(hf_flash=1.0), "us": {"a": 1}, "run": "a"}], [{**attention_row(), "run": "b"}]
+    )
+    assert rows[0]["us"] == {"a": 1}
     # Contenders of one run stand side by side.
     rows = record.combine(old, [{**attention_row(hf_flash=4.0), "run": "a"}])
     assert rows[0]["tflops"] == {"hf_flash": 4.0, "fa2": 2.0}
@@ -240,10 +245,23 @@ def test_the_models_benchmark_runs_small_on_the_cpu(tmp_path):
     kept = record.load(tmp_path / "cpu.json")["models"]
     assert all(set(row["tokens_per_s"]) == {"hf_flash", "sdpa"} for row in kept)
     assert any("step_ms" in row for row in kept)
+    assert models.main(["--longest", "--modes", "hf_flash,eager", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert record.load(tmp_path / "cpu.json")["models"][-1]["longest"] == {"hf_flash": 128, "eager": 128}
     arguments = "--rows codegen --losses 2 --modes hf_flash,sdpa --device cpu --output"
     assert models.main([*arguments.split(), str(tmp_path)]) == 0
     losses = record.load(tmp_path / "cpu.json")["models"][-1]["losses"]
     assert losses["hf_flash"] == pytest.approx(losses["sdpa"], abs=0.02)
+
+
+def test_modes_are_put_beside_their_like():
+    import models
+
+    results = {mode: [{"tokens_per_s": 1.0}] for mode in ("hf_flash", "sdpa", "hf_flash+compile", "hf_flash+graphs")}
+    results["sdpa+static"] = [{"tokens_per_s": 2.0}, {"tokens_per_s": 4.0}]
+    plain, compiled, captured = models.record_rows(models.ROWS[0], results, {"eager": "out of memory"}, {})
+    assert "with" not in plain and set(plain["tokens_per_s"]) == {"hf_flash", "sdpa"} and "eager" in plain["errors"]
+    assert compiled["with"] == "compile" and set(compiled["tokens_per_s"]) == {"hf_flash"}
+    assert captured["with"] == "captured step" and captured["tokens_per_s"] == {"hf_flash": 1.0, "sdpa": 3.0}
 
 
 def test_what_runs_out_of_time_is_noted_and_the_rest_goes_on():
