@@ -42,7 +42,7 @@ ALLOWED_SPILLS: dict[tuple[str, str], int] = {}
 DEFAULT_ARCHITECTURES = "8.0;9.0a+PTX"
 ARCHITECTURE_NAMES = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}  # of torch's list
 FLAGS = (
-    "-std=c++17 -O3 --expt-relaxed-constexpr --expt-extended-lambda -lineinfo -Xptxas -v -cudart static "
+    "-std=c++17 -O3 --expt-relaxed-constexpr --expt-extended-lambda -Xfatbin=-compress-all -Xptxas -v -cudart static "
     "-Xcompiler -fPIC"
 ).split()
 MEMORY_PER_JOB = 2 << 30
