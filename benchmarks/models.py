@@ -4,7 +4,7 @@
     python benchmarks/models.py --rows llama-1b/train --modes hf_flash,sdpa,hf_flash+compile,sdpa+compile
     python benchmarks/models.py --rows llama-1b/generate --modes hf_flash,hf_flash+graphs,sdpa,sdpa+static
     python benchmarks/models.py --losses 50 --rows llama-1b/train
-    python benchmarks/models.py --longest              # the longest context that trains with LoRA and checkpointing
+    python benchmarks/models.py --longest="--limit 262144"    # the longest context that trains, by an example's program
 
 Random weights in bf16, text of Python's standard library byte by byte, fused AdamW; a training step is forward,
 backward, clipping and the optimiser, and tokens/s count real tokens only. Each mode has a model of its own, in turns
@@ -358,11 +358,11 @@ def describe(merged):
     return " | ".join(words)
 
 
-def longest_context(modes, tiny):
+def longest_context(modes, arguments, tiny):
     """The row of examples/lora_long_context.py: the longest context that trains, by kind of attention."""
     kinds = ["patched" if mode == "hf_flash" else mode for mode in modes]
     limits = ["--start", "64", "--limit", "128", "--steps", "1", "--refine", "0"] if tiny else []
-    found = lora_long_context.main(["--kinds", ",".join(kinds), "--plot", "", *limits])
+    found = lora_long_context.main(["--kinds", ",".join(kinds), "--plot", "", *limits, *arguments])
     row = {"model": "llama-1b", "task": "longest context", "batch": 1, "seq": 0, "fill": 1}
     for mode, points in zip(modes, found.values(), strict=True):
         best = lora_long_context.longest(points)
@@ -380,7 +380,9 @@ def main(arguments=None):
     parser.add_argument("--new-tokens", type=int, default=32, help="decoding steps to time")
     parser.add_argument("--turns", type=int, default=2, help="times that each mode is measured")
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="compare losses instead of speed")
-    parser.add_argument("--longest", action="store_true", help="find the longest context instead of speed")
+    parser.add_argument(
+        "--longest", nargs="?", const="", metavar="ARGUMENTS", help="find the longest context that trains instead"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="time limit of one mode of one row")
     parser.add_argument("--minutes", type=float, default=60, help="start no row after this long")
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the record, or a .json file")
@@ -402,8 +404,8 @@ def main(arguments=None):
     limits = bench.ceilings(device, 5)
     recorder = records.Recorder(options.output, device.type, limits)
     print(f"product {limits['matmul_tflops']} TFLOP/s, copy {limits['copy_tb_s']} TB/s", flush=True)
-    if options.longest:
-        recorder.add("models", longest_context(options.modes.split(","), options.tiny))
+    if options.longest is not None:
+        recorder.add("models", longest_context(options.modes.split(","), options.longest.split(), options.tiny))
         rows = []
     for row in tqdm(rows, unit="row", disable=None):
         if time.monotonic() - began > 60 * options.minutes:
