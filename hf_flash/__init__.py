@@ -35,3 +35,14 @@ def __getattr__(name):
     if name in _PATCHING:
         return getattr(importlib.import_module(".patching", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _register_backend():
+    # from_pretrained(..., attn_implementation="hf_fused") works from the import on, where there is transformers
+    try:
+        importlib.import_module(".interface", __name__).register()
+    except (ImportError, RuntimeError):
+        pass
+
+
+_register_backend()

@@ -25,6 +25,8 @@ class BoundForward:
         self.function, self.module = function, module
 
     def __call__(self, *args, **kwargs):
+        if args and args[0] is self.module:  # accelerate's unwrap_model binds it a second time
+            args = args[1:]
         return self.function(self.module, *args, **kwargs)
 
     @property
@@ -50,14 +52,19 @@ class State:
 
     def __init__(self, module, previous=None, base=None):
         self.previous, self.base, self.active = previous, base, True
+        self.prepared = "_original_forward" in module.__dict__
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.packed = None
 
     def notes(self):
         return []
 
+    def unwrapped(self, module):
+        """Whether accelerate has taken back, since the patch, the wrapper that it had put around the forward."""
+        return self.prepared and "_original_forward" not in module.__dict__
+
     def call(self, module, given):
-        if self.previous is not None:
+        if self.previous is not None and not self.unwrapped(module):
             return self.previous(**given)
         return type(module).forward(module, **given)
 

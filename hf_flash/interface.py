@@ -103,11 +103,12 @@ def fused_mask(batch_size, q_length=None, kv_length=None, q_offset=0, kv_offset=
         same = F.pad((numbers.diff(dim=1) == 0).long(), (1, 0))
         index = torch.arange(q_length, device=numbers.device)
         positions = index - torch.where(same == 0, index, 0).cummax(1).values
-    layout = build_layout(batch_size, q_length, kv_length, mask=mask, used=used, position_ids=positions)
+    cross = bidirectional and q_length != kv_length
+    layout = build_layout(batch_size, q_length, kv_length, mask=mask, used=used, position_ids=positions, cross=cross)
     if torch.compiler.is_compiling():
         return layout
     layout = layout or Layout(batch_size, q_length, kv_length)
-    layout.pending = positions is None
+    layout.pending = positions is None and not cross
     return layout
 
 
@@ -195,9 +196,9 @@ def _complete(layout, kwargs):
 
 def _keys_alone(layout):
     """The layout of cross-attention: its mask hides keys, and every query counts."""
-    if layout.completed is None:
+    if layout.completed is None and not layout.cross:
         layout.completed = build_layout(layout.batch, layout.q_length, layout.kv_length, mask=layout.mask, cross=True)
-    return layout.completed
+    return layout if layout.cross else layout.completed
 
 
 def _one_dtype(query, key, value):
@@ -286,7 +287,7 @@ def _eager_function(module):
 
 def causal_layout(module, attention_mask, input_tensor, cache_position, past_key_values, output_attentions=False):
     """The `_update_causal_mask` of transformers 4.57's models that make their mask themselves: the Layout instead."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
+    if isinstance(attention_mask, Layout) or isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
         return attention_mask
     batch, length = input_tensor.shape[:2]
     keys, offset, fixed = length, 0, False
@@ -298,8 +299,18 @@ def causal_layout(module, attention_mask, input_tensor, cache_position, past_key
     )
 
 
+def generation_layout(
+    module, attention_mask, sequence_length, target_length, dtype, cache_position, batch_size, **kwargs
+):
+    """What `generate` of 4.57 calls to prepare the mask of a static cache: the Layout instead."""
+    if attention_mask is not None and attention_mask.ndim != 2:
+        return attention_mask
+    mask = None if attention_mask is None else attention_mask.to(torch.bool)
+    return fused_mask(batch_size, None, target_length, 0, 0, None, mask, cache_position, allow_is_causal_skip=False)
+
+
 def fused_inner(module, query, key, value, attention_mask=None, head_mask=None):
-    """The `_attn` of GPT-J and CodeGen before they joined the interface: out (batch, heads, queries, head_dim), weights."""
+    """The `_attn` of GPT-J and CodeGen off the interface: out (batch, heads, queries, head_dim), weights or None."""
     extra = {} if head_mask is None else {"head_mask": head_mask}
     layout = attention_mask if isinstance(attention_mask, Layout) else None
     if not extra and not (layout is not None and layout.weights) and layout is attention_mask:
@@ -321,3 +332,5 @@ def replace_inner(base, kind):
             yield module, "_attn", functools.partial(fused_inner, module)
     if hasattr(base, "_update_causal_mask"):
         yield base, "_update_causal_mask", functools.partial(causal_layout, base)
+        name = "_prepare_4d_causal_attention_mask_with_cache_position"
+        yield base, name, functools.partial(generation_layout, base)

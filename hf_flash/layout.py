@@ -155,6 +155,7 @@ class Layout:
     queries, keys   Rows, or None where the grid is dense
     left_pad  (batch,) int32, where each row's tokens are one run that reaches the newest key
     gaps      whether padding lies between tokens, or may (a sliding window counts places, padding included)
+    cross     whether the mask speaks of the keys alone
     pending   whether the layers' own keyword arguments may still say that the batch is packed
     """
 
@@ -164,7 +165,8 @@ class Layout:
         self.batch, self.q_length, self.kv_length = batch, q_length, kv_length
         self.mask, self.used, self.weights = mask, used, weights
         self.starts = self.queries = self.keys = self.left_pad = None
-        self.gaps, self.pending, self.completed = False, False, None
+        self.gaps = self.cross = self.pending = False
+        self.completed = None
 
     def dim(self):
         return 4
@@ -236,7 +238,7 @@ class Layout:
         )
         return self.queries.scatter(out, self.batch, self.q_length)
 
-    def _measure(self, packed_by, cross):
+    def _measure(self, packed_by):
         """Fill in the rows. `packed_by`: (batch, length) positions, or None."""
         n, source = self.kv_length, self.mask if self.mask is not None else packed_by
         if packed_by is not None:
@@ -251,7 +253,7 @@ class Layout:
         last = n - 1 - mask.flip(1).to(torch.uint8).argmax(1)
         gaps = ((lengths > 0) & (last - left_pad + 1 > lengths)).any().to(total.dtype)
         one_run = torch.zeros_like(total)
-        if cross:
+        if self.cross:
             q_mask = torch.ones(self.batch, self.q_length, dtype=torch.bool, device=mask.device)
         elif self.q_length == n:
             q_mask = mask
@@ -291,6 +293,7 @@ def build_layout(batch, q_length, kv_length, *, mask=None, used=None, position_i
 
     Raises ValueError where cu_seqlens does not fit the batch.
     """
+    buffer = kv_length
     if isinstance(used, int):
         kv_length, used = min(used, kv_length), None
     if mask is not None:
@@ -321,9 +324,10 @@ def build_layout(batch, q_length, kv_length, *, mask=None, used=None, position_i
         fits = whole and position_ids.ndim == 2 and position_ids.shape[1] == q_length
         position_ids = position_ids.expand(batch, -1) if fits else None
     if mask is not None or position_ids is not None:
-        layout._measure(position_ids, cross)
+        layout.cross = cross
+        layout._measure(position_ids)
     empty = layout.mask is None and layout.used is None and layout.starts is None
-    return None if empty and layout.kv_length == kv_length and not weights else layout
+    return None if empty and kv_length == buffer and not weights else layout
 
 
 def _window_size(window, causal):

@@ -80,11 +80,16 @@ class Patch:
         self.undo.append((module, name, name in module.__dict__, module.__dict__.get(name)))
         setattr(module, name, value)
 
-    def set_forward(self, module, function, base=None):
+    def set_forward(self, module, value):
+        # Under accelerate's hooks the forward to replace is the one they kept.
         name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-        self.forwards.append((module, name in module.__dict__, module.__dict__.get(name)))
+        self.forwards.append((module, value, name in module.__dict__, module.__dict__.get(name)))
+        setattr(module, name, value)
+
+    def bind(self, module, function, base=None):
+        name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
         setattr(module, forward.STATE, forward.State(module, module.__dict__.get(name), base))
-        setattr(module, name, forward.BoundForward(function, module))
+        self.set_forward(module, forward.BoundForward(function, module))
 
     def revert(self):
         for module, name, had, old in reversed(self.undo):
@@ -92,10 +97,11 @@ class Patch:
                 setattr(module, name, old)
             else:
                 module.__dict__.pop(name, None)
-        for module, had, old in self.forwards:
-            held = [name for name in ("forward", "_old_forward") if _is_ours(module.__dict__.get(name))]
+        for module, value, had, old in self.forwards:
+            state = module.__dict__.get(forward.STATE)
+            held = [name for name in ("forward", "_old_forward") if _same(module.__dict__.get(name), value)]
             for name in held:
-                if had:
+                if had and not (state and state.unwrapped(module)):
                     setattr(module, name, old)
                 elif name == "_old_forward":
                     # accelerate's hooks came after the patch: they go on to call the class's forward.
@@ -103,10 +109,10 @@ class Patch:
                 else:
                     delattr(module, name)
             if held:
-                delattr(module, forward.STATE)
-            else:
+                module.__dict__.pop(forward.STATE, None)
+            elif state is not None:
                 # accelerate's prepare wrapped it after the patch, in a closure: it stays there and does nothing.
-                getattr(module, forward.STATE).active = False
+                state.active = False
 
     def __getstate__(self):
         # An adapter holds functions made on the spot; its name is enough to find it again.
@@ -114,11 +120,14 @@ class Patch:
 
     def __setstate__(self, state):
         _load_adapters()
+        interface.register()
         self.__dict__.update(state, adapter=ADAPTERS[state["adapter"]])
 
 
-def _is_ours(value):
-    return isinstance(value, forward.BoundForward)
+def _same(found, value):
+    """Whether `found` is the forward that was set; accelerate's unwrap_model puts a bound method around it."""
+    function = getattr(value, "__func__", value)
+    return found is value or isinstance(found, MethodType) and found.__func__ in (value, function)
 
 
 def transformers_version():
@@ -228,12 +237,13 @@ def _patch(model, top, adapter, modules, strict, version):
         patch.set(module, RECORD, Record(name, _kind(module), strict, patch.told))
     if not on_interface(modules[0][1]):
         for module, name, value in adapter.replacements(base):
-            # Under accelerate's hooks the forward to replace is the one they kept.
-            name = "_old_forward" if name == "forward" and "_old_forward" in module.__dict__ else name
-            patch.set(module, name, value)
-    patch.set_forward(base, forward.base_forward)
+            if name == "forward":
+                patch.set_forward(module, value)
+            else:
+                patch.set(module, name, value)
+    patch.bind(base, forward.base_forward)
     if top is not base and version < adapter.kwargs_since:
-        patch.set_forward(top, forward.top_forward, base)
+        patch.bind(top, forward.top_forward, base)
     top.__dict__[PATCH] = patch
 
 

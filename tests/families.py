@@ -95,7 +95,7 @@ def hidden_of(output):
     return output.logits if "logits" in output else output.last_hidden_state
 
 
-def assert_rows_close(ours, stock, mask, tolerance=2e-6):
+def assert_rows_close(ours, stock, mask, tolerance=1e-5):
     """Equal where the mask is one; there is no right value at padding."""
     rows = mask.bool()
     scale = stock[rows].abs().max().clamp(min=1)
@@ -106,7 +106,7 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_gradients_close(ours, stock, tolerance=5e-6):
+def assert_gradients_close(ours, stock, tolerance=2e-5):
     ours, stock = gradients(ours), gradients(stock)
     assert ours.keys() == stock.keys()
     for name, grad in stock.items():

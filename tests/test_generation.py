@@ -1,0 +1,148 @@
+"""A patched model generates the tokens of the stock eager one, with every kind of cache, and reads caches in place."""
+
+import pytest
+import torch
+import transformers
+from families import (
+    CAUSAL,
+    VERSION,
+    assert_rows_close,
+    make,
+    mask_of,
+    pair,
+    position_ids,
+    tokens,
+)
+
+import hf_flash
+from hf_flash import layout
+
+transformers.logging.set_verbosity_error()
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "no-cache": {"do_sample": False, "use_cache": False},
+    "beam": {"num_beams": 3, "do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 0},
+    "static": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+}
+
+
+def prompt(kind):
+    mask = mask_of(kind) if kind != "alone" else torch.ones(1, 12, dtype=torch.int64)
+    return tokens(len(mask)).masked_fill(mask == 0, 0), mask
+
+
+def generate(model, ids, mask, new=12, **options):
+    torch.manual_seed(3)
+    return model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=new, eos_token_id=None, pad_token_id=0, **options
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*CAUSAL, "mistral-window", "qwen3", "phi3"])
+def test_tokens_equal_stock(name, mode):
+    stock, ours = pair(name)
+    for kind in ("left", "full", "alone"):
+        ids, mask = prompt(kind)
+        found = generate(ours, ids, mask, **MODES[mode])
+        assert torch.equal(found, generate(stock, ids, mask, **MODES[mode])), kind
+    assert hf_flash.report(ours).stock_calls == 0
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_assisted_generation_equals_greedy(name):
+    stock, ours = pair(name)
+    ids, mask = prompt("alone")
+    expected = generate(stock, ids, mask, do_sample=False)
+    assistant = hf_flash.patch_model(make(name))
+    assert torch.equal(generate(ours, ids, mask, do_sample=False, assistant_model=assistant), expected)
+    if VERSION >= (5, 0):
+        assert torch.equal(generate(ours, ids, mask, do_sample=False, prompt_lookup_num_tokens=3), expected)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_each_row_of_a_left_padded_batch_equals_its_lone_run(name):
+    ours = hf_flash.patch_model(make(name))
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[0, :8] = 0
+    ids = tokens(2, 11).masked_fill(mask == 0, 0)
+    together = generate(ours, ids, mask, 32, do_sample=False)
+    assert torch.equal(together[0, 8:], generate(ours, ids[:1, 8:], mask[:1, 8:], 32, do_sample=False)[0])
+    assert torch.equal(together[1], generate(ours, ids[1:], mask[1:], 32, do_sample=False)[0])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generated_rows_fed_back_in_one_forward_equal_stock(name):
+    """Prompts padded on the left, finished rows on the right: padding on both sides."""
+    stock, ours = pair(name)
+    mask = mask_of("both")
+    ids = tokens().masked_fill(mask == 0, 0)
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask)}
+    assert_rows_close(ours(**given).logits, stock(**given).logits, mask)
+
+
+@pytest.mark.parametrize("kind", ["left", "full", "holes"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_chunks_over_a_cache_equal_one_forward(name, kind):
+    """Prefill in three pieces, then single tokens: the cache's padding, and holes in it, are seen by no query."""
+    stock, ours = pair(name)
+    mask = mask_of(kind)
+    ids, positions = tokens(), position_ids(mask)
+    expected = stock(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    cache, found = transformers.DynamicCache(config=ours.config), []
+    name_of_cache = "cache" if VERSION >= (5, 24) else "past_key_values"
+    with torch.no_grad():
+        for start, end in ((0, 5), (5, 9), (9, 10), (10, 11), (11, 12)):
+            part = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end], name_of_cache: cache}
+            if kind != "full":
+                part["attention_mask"] = mask[:, :end]
+            found.append(ours(**part, use_cache=True).logits)
+    assert_rows_close(torch.cat(found, 1), expected, mask)
+    assert cache.get_seq_length() == 12 and hf_flash.report(ours).stock_calls == 0
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_cropped_cache_continues_like_stock(name):
+    results = []
+    for model in pair(name):
+        torch.manual_seed(1)
+        ids = tokens(1, 10, seed=5)
+        cache = transformers.DynamicCache(config=model.config)
+        name_of_cache = "cache" if VERSION >= (5, 24) else "past_key_values"
+        model(input_ids=ids, **{name_of_cache: cache}, use_cache=True)
+        cache.crop(-4)
+        results.append(model(input_ids=ids[:, :3], **{name_of_cache: cache}, use_cache=True).logits)
+    assert_rows_close(results[1], results[0], torch.ones(1, 3))
+
+
+def counted(monkeypatch, function):
+    calls = []
+    monkeypatch.setattr(layout, function, lambda *a, f=getattr(layout, function), **k: (calls.append(1), f(*a, **k))[1])
+    return calls
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_left_padded_steps_read_the_cache_without_copies(name, monkeypatch):
+    ours = hf_flash.patch_model(make(name))
+    ids, mask = prompt("left")
+    cached = counted(monkeypatch, "flash_attn_with_kvcache")
+    varlen = counted(monkeypatch, "flash_attn_varlen_func")
+    generate(ours, ids, mask, 5, do_sample=False)
+    assert len(cached) == 2 * 4 and len(varlen) == 2  # two layers, four steps after the prefill
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_metadata_is_made_once_per_step_and_never_without_padding(name, monkeypatch):
+    ours = hf_flash.patch_model(make(name))
+    made = []
+    monkeypatch.setattr(layout, "_rows", lambda *a, f=layout._rows: (made.append(1), f(*a))[1])
+    ids, mask = prompt("left")
+    generate(ours, ids, mask, 5, do_sample=False)
+    assert len(made) == 1 + 2 * 4  # keys alone for the prefill, keys and queries for each step
+    made.clear()
+    ids, mask = prompt("full")
+    with torch.no_grad():
+        ours(input_ids=ids, use_cache=True)
+    assert not made
