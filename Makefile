@@ -17,6 +17,9 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
+# What depends on the version of transformers.
+PATCH_TESTS := $(addprefix tests/test_,patching.py generation.py lifecycle.py finetuning_stacks.py padding_layouts.py)
+
 # One thread a test process: two processes run at a time.
 RUN := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(RUN) $(PY) -m pytest -q
@@ -55,7 +58,7 @@ test-cpu: $(READY)
 test-older: $(OLDER_TRANSFORMERS:%=test-transformers-%)
 
 test-transformers-%: $(VENV)-%/ready
-	$(RUN) $(VENV)-$*/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu" tests/test_patch*.py
+	$(RUN) $(VENV)-$*/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu" $(PATCH_TESTS)
 
 $(VENV)-%/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
