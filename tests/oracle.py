@@ -119,8 +119,17 @@ def differentiate(out, lse, inputs, grad_out, grad_lse):
     return torch.autograd.grad(total, inputs)
 
 
-def check(function, q, k, v, *, grad_lse=False, **features):
-    """Runs function(q, k, v) -> (out, lse), and its gradients, against the oracle with the features given."""
+def fused(q, k, v):
+    """PyTorch's fused attention as the computation to be measured against; it gives no lse, so that is the plain one."""
+    out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    return out, attention_reference(q, k, v)[1]
+
+
+def check(function, q, k, v, *, grad_lse=False, torchs=None, **features):
+    """Runs function(q, k, v) -> (out, lse), and its gradients, against the oracle with the features given.
+
+    torchs: PyTorch's own computation in our dtype, (q, k, v) -> (out, lse); by default the plain matrix of scores.
+    """
     ours = leaves(q, k, v)
     out, lse = function(*ours)
     grad_out = torch.randn_like(out)
@@ -128,7 +137,8 @@ def check(function, q, k, v, *, grad_lse=False, **features):
     results = [(out, lse, *differentiate(out, lse, ours, grad_out, lse_gradient))]
     for dtype in (torch.float64, q.dtype):
         inputs = leaves(*(x.to(dtype) for x in (q, k, v)))
-        o, s = attention_reference(*inputs, **features)
+        own = torchs is not None and dtype == q.dtype
+        o, s = torchs(*inputs) if own else attention_reference(*inputs, **features)
         results.append((o, s, *differentiate(o, s, inputs, grad_out, lse_gradient)))
     assert_close(*results, ("out", "lse", "dq", "dk", "dv"))
     return results[0]

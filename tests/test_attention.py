@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from oracle import Case, check, make, sample
+from oracle import Case, check, fused, make, sample
 
 import hf_flash
 from hf_flash import library
@@ -172,6 +172,20 @@ def test_the_scale_is_that_of_the_true_head_dim(backend, head_dim):
     q, k, v = (make((1, 33, 2, head_dim), backend.dtypes[-1], backend.device, magnitude=2.0) for _ in range(3))
     out, _, dq, _, _ = check(lambda q, k, v: hf_flash.flash_attn_func(q, k, v, return_lse=True), q, k, v)
     assert out.shape == dq.shape == q.shape
+
+
+@pytest.mark.parametrize("score", [30.0, 300.0])
+def test_one_dominant_key_of_a_long_row(backend, score):
+    """The running maximum moves far and late: the key that outweighs all lies at the end, then at the start.
+
+    dq is next to 0 there, a difference of equal numbers: measured against PyTorch's fused attention.
+    """
+    n = {"cpu": 300, "cuda": 4096, "emulated": 300}[backend.name]
+    for at in (n - 2, 1):
+        q, k, v = (make((1, n, 1, 64), backend.dtypes[-1], backend.device) for _ in range(3))
+        q[..., 0] = 8.0
+        k[0, at, 0, 0] = score  # 8 * score / sqrt(64)
+        check(lambda q, k, v: hf_flash.flash_attn_func(q, k, v, return_lse=True), q, k, v, torchs=fused)
 
 
 def test_one_key_gives_exact_gradients(backend):
