@@ -120,7 +120,7 @@ def differentiate(out, lse, inputs, grad_out, grad_lse):
 
 
 def fused(q, k, v):
-    """PyTorch's fused attention as the computation to be measured against; it gives no lse, so that is the plain one."""
+    """PyTorch's fused attention as the computation to measure against; it gives no lse, so that is the plain one."""
     out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     return out, attention_reference(q, k, v)[1]
 
