@@ -355,6 +355,7 @@ constexpr ForwardShape forward_shape(int head_dim, Variant variant, bool small_t
 template <class C> int launch_forward(const Params& p, cudaStream_t stream) {
   using Tile = typename C::Tile;
   using Element = typename C::Element;
+  if (!keys_are_addressable(p, p.k) || !keys_are_addressable(p, p.v)) return HF_FLASH_NO_TENSOR_MAP;
   ForwardArguments a;
   a.p = p;
   a.q_rows = query_rows(p);

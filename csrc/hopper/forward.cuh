@@ -7,8 +7,8 @@
 
 namespace hf_flash::hopper {
 
-// kGeneral tests for windows, softcap and ALiBi at run time, tile by tile; kDropout drops besides. The first two carry no
-// trace of these.
+// kGeneral tests for windows, softcap and ALiBi at run time, tile by tile; kDropout drops besides. The first two carry
+// no trace of these.
 enum class Variant { kFull, kCausal, kGeneral, kDropout };
 
 template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kPanelWidth_, Variant kVariant_,

@@ -36,7 +36,7 @@ inline RowLayout query_rows(const Params& p) {
 }
 // Rows of k, v or their gradients. Dense keys in partial use are ragged, if the batch stride counts whole rows.
 inline bool keys_are_addressable(const Params& p, const Tensor& t) {
-  return p.cu_seqlens_k || !p.used_k || t.batch_stride % t.row_stride == 0;
+  return p.cu_seqlens_k || !p.used_k || (t.row_stride != 0 && t.batch_stride % t.row_stride == 0);
 }
 inline RowLayout key_rows(const Params& p, const Tensor& t) {
   if (p.cu_seqlens_k) return {true, p.total_k, p.total_k + 1, 0};
@@ -69,6 +69,7 @@ template <class... Arguments> int encode_tensor_map(CUtensorMap* map, Arguments.
 template <class Element, class Tile>
 int make_tensor_map(CUtensorMap* map, const Tensor& t, const RowLayout& layout, int heads, int head_dim, int box_rows) {
   static_assert(sizeof(Element) == 2, "panels are measured in 16-bit elements");
+  if (layout.rows > INT32_MAX || layout.outer > INT32_MAX) return HF_FLASH_NO_TENSOR_MAP;   // coordinates are 32 bits
   const bool whole = head_dim % Tile::kPanelWidth == 0;
   const auto at_least_one = [](int64_t extent) { return cuuint64_t(extent > 1 ? extent : 1); };
   // The stride along a dimension of one is never used, and may be anything in the caller's tensor.
