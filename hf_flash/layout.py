@@ -224,12 +224,15 @@ class Layout:
         if self.keys is None:
             n = int(self.used)
             return attend(q, k[:, :, :n], v[:, :, :n], causal, window, **options)
+        cu_seqlens_q, cu_seqlens_k = self.queries.cu_seqlens, self.keys.cu_seqlens
+        if cu_seqlens_k is cu_seqlens_q and torch.compiler.is_compiling():
+            cu_seqlens_k = cu_seqlens_k.clone()  # dynamo takes no tensor twice in one autograd.Function
         out = flash_attn_varlen_func(
             self.queries.gather(q),
             self.keys.gather(k),
             self.keys.gather(v),
-            self.queries.cu_seqlens,
-            self.keys.cu_seqlens,
+            cu_seqlens_q,
+            cu_seqlens_k,
             self.queries.max_length,
             self.keys.max_length,
             causal=causal,

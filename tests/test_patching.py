@@ -1,4 +1,4 @@
-"""Patched models against stock eager in fp32: logits, loss and gradients of every parameter, for every kind of batch."""
+"""Patched models against stock eager in fp32: logits, loss and all gradients, for every kind of batch."""
 
 import warnings
 
