@@ -1,7 +1,7 @@
 // What the backward pass needs of each query row before its main kernel, and where it lies in the workspace.
 //
-// Rows are padded per sequence to a multiple of kRowPadding, an mma block, so that statistics start aligned and no block
-// of the fp32 query gradient holds rows of two sequences. Row r of a head is at first_row() + r.
+// Rows are padded per sequence to a multiple of kRowPadding, an mma block, so that statistics start aligned and no
+// block of the fp32 query gradient holds rows of two sequences. Row r of a head is at first_row() + r.
 #pragma once
 #include "../launch.cuh"
 #include "../sequence.cuh"
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   for (int row = first + threadIdx.x; row < end; row += kStatisticsThreads)
     if (row % kRowPadding == 0) workspace.semaphores[(base + row) / kRowPadding] = 0;
 
-  constexpr int kLanes = kHeadDim <= 32 ? 4 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;   // of a row, 16 bytes each
+  // Lanes of a row, 16 bytes each.
+  constexpr int kLanes = kHeadDim <= 32 ? 4 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;
   constexpr int kStep = kStatisticsThreads / kLanes;
   const int lane_row = threadIdx.x / kLanes, column = threadIdx.x % kLanes * 8;
   const Element* const out = sequence.q_base<const Element>(p.out, head) + column;

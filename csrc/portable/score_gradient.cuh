@@ -24,49 +24,62 @@ struct ScoreGradient {
   HF_DEVICE void apply(float (&scores)[kRows][kColumns][4], float (&dp)[kRows][kColumns][4],
                        const float (&lse_log2)[kRows][2], const float (&delta)[kRows][2], const Params& p, int batch,
                        int head, int row, int key) const {
-    if (!kPlain && drops) drop<kKeyStep>(dp, Dropout(p, batch, head), row, key);
-    HF_UNROLL
-    for (int m = 0; m < kRows; ++m)
+    const auto for_each = [&](auto visit) {
       HF_UNROLL
-      for (int n = 0; n < kColumns; ++n)
+      for (int m = 0; m < kRows; ++m)
         HF_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          float &x = scores[m][n][e], &y = dp[m][n][e];
-          if (kPlain) {
-            x = exp2_approx(fmaf(x, scale_log2, -lse_log2[m][e / 2]));
-            y -= delta[m][e / 2];
-          } else {
-            const int distance = row + 16 * m + 8 * (e / 2) + diagonal - (key + kKeyStep * (n / 2) + n % 2 * 8 + e % 2);
-            const bool dropped = drops && y == INFINITY;
-            float derivative = 1.f, score = x * scale_log2;
-            if (into_cap != 0.f) {
-              const float t = tanh_of(x * into_cap);
-              score = t * cap;
-              derivative = fmaf(-t, t, 1.f);
+        for (int n = 0; n < kColumns; ++n)
+          HF_UNROLL
+          for (int e = 0; e < 4; ++e) visit(scores[m][n][e], dp[m][n][e], m, n, e);
+    };
+    if constexpr (kPlain) {
+      for_each([&](float& x, float& y, int m, int, int e) {
+        x = exp2_approx(fmaf(x, scale_log2, -lse_log2[m][e / 2]));
+        y -= delta[m][e / 2];
+      });
+    } else {
+      // Each feature is a loop of its own, so that a branch is taken once a tile.
+      uint32_t dropped[ceil_div(kRows * kColumns * 4, 32)] = {};   // a bit for each element
+      const auto bit = [](int m, int n, int e) { return (m * kColumns + n) * 4 + e; };
+      const auto is_dropped = [&](int m, int n, int e) { return dropped[bit(m, n, e) / 32] >> bit(m, n, e) % 32 & 1; };
+      if (drops) {
+        const Dropout dropout(p, batch, head);
+        HF_UNROLL
+        for (int m = 0; m < kRows; ++m)
+          HF_UNROLL
+          for (int n = 0; n < kColumns; n += 2)
+            HF_UNROLL
+            for (int e = 0; e < 2; ++e) {
+              const uint4 words = dropout.draw(row + 16 * m, key + kKeyStep * (n / 2) + e);
+              const auto note = [&](uint32_t word, int n, int e) {
+                dropped[bit(m, n, e) / 32] |= uint32_t(!dropout.keeps(word)) << bit(m, n, e) % 32;
+              };
+              note(words.x, n, e);
+              note(words.y, n + 1, e);
+              note(words.z, n, e + 2);
+              note(words.w, n + 1, e + 2);
             }
-            x = exp2_approx(score - slope * fabsf(float(distance)) - lse_log2[m][e / 2]);
-            x = dropped ? -x : x;
-            y = ((dropped ? 0.f : y * keep_scale) - delta[m][e / 2]) * derivative;
-          }
-        }
-  }
-
-  // Marks what dropout drops with +inf, which no sum of finite products is.
-  template <int kKeyStep, int kRows, int kColumns>
-  static HF_DEVICE void drop(float (&dp)[kRows][kColumns][4], const Dropout& dropout, int row, int key) {
-    HF_UNROLL
-    for (int m = 0; m < kRows; ++m)
-      HF_UNROLL
-      for (int i = 0; i < kColumns / 2; ++i)
-        HF_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          const uint4 words = dropout.draw(row + 16 * m, key + kKeyStep * i + e);
-          float(&low)[4] = dp[m][2 * i], (&high)[4] = dp[m][2 * i + 1];
-          if (!dropout.keeps(words.x)) low[e] = INFINITY;
-          if (!dropout.keeps(words.y)) high[e] = INFINITY;
-          if (!dropout.keeps(words.z)) low[2 + e] = INFINITY;
-          if (!dropout.keeps(words.w)) high[2 + e] = INFINITY;
-        }
+        for_each([&](float&, float& y, int m, int n, int e) { y = is_dropped(m, n, e) ? 0.f : y * keep_scale; });
+      }
+      for_each([&](float&, float& y, int m, int, int e) { y -= delta[m][e / 2]; });
+      if (into_cap != 0.f) {
+        for_each([&](float& x, float& y, int, int, int) {
+          const float t = tanh_of(x * into_cap);
+          x = t * cap;
+          y *= fmaf(-t, t, 1.f);
+        });
+      } else {
+        for_each([&](float& x, float&, int, int, int) { x *= scale_log2; });
+      }
+      if (slope != 0.f)
+        for_each([&](float& x, float&, int m, int n, int e) {
+          const int distance = row + 16 * m + 8 * (e / 2) + diagonal - (key + kKeyStep * (n / 2) + n % 2 * 8 + e % 2);
+          x -= slope * fabsf(float(distance));
+        });
+      for_each([&](float& x, float&, int m, int, int e) { x = exp2_approx(x - lse_log2[m][e / 2]); });
+      if (drops)
+        for_each([&](float& x, float&, int m, int n, int e) { x = is_dropped(m, n, e) ? -x : x; });
+    }
   }
 };
 
