@@ -282,7 +282,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         HF_UNROLL
         for (int half = 0; half < 2; ++half) {
           const int row = (m * Shape::kKeyWarps + key_warp) * 16 + 8 * half + lane / 4;
-          *reinterpret_cast<uint32_t*>(shared + tile + Layout::offset(row, key_columns.column_block(n) * 8 + lane % 4 * 2)) =
+          const int column = key_columns.column_block(n) * 8 + lane % 4 * 2;
+          *reinterpret_cast<uint32_t*>(shared + tile + Layout::offset(row, column)) =
               pack<Element>(acc[m][n][2 * half] * scale, acc[m][n][2 * half + 1] * scale);
         }
   };
