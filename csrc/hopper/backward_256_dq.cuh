@@ -13,7 +13,6 @@ struct DqWork {
   int first_tile, last_tile;       // of 64 keys
   int k_length, diagonal;
   RowCoordinates q_rows, k_rows;
-  int64_t statistics;              // row of the first query in the workspace
 };
 
 template <class Config> struct DqShared {
@@ -21,6 +20,7 @@ template <class Config> struct DqShared {
   static constexpr int kPanels = Config::OperandTile::kPanels;
   Element q[2][kPanels][64][64], grad_out[2][kPanels][64][64];   // [warpgroup]
   Element k[2][kPanels][64][64], v[kPanels][64][64];
+  float lse[128], delta[128];
   DqWork work;
   uint64_t q_arrived[2], grad_out_arrived[2], k_arrived[2], k_released[2], v_arrived, v_released;
 };
@@ -39,9 +39,11 @@ template <class Config> HF_DEVICE void load_dq_operands(const WideArguments& a, 
   const DqWork& w = s.work;
   using T = typename Config::OperandTile;
   const auto load_queries = [&](void* tile, const CUtensorMap* map, uint64_t* arrived, int warpgroup) {
+    const int row = w.first_query + warpgroup * 64;
+    if (row >= w.k_length - w.diagonal)   // no queries: whatever the tile holds, their dq is not stored
+      return mbarrier_arrive(arrived);
     mbarrier_expect_bytes(arrived, T::bytes(64));
-    T::template load<64>(tile, map, arrived, a.copies, w.q_rows.row + w.first_query + warpgroup * 64, w.head,
-                         w.q_rows.outer);
+    T::template load<64>(tile, map, arrived, a.copies, w.q_rows.row + row, w.head, w.q_rows.outer);
   };
   const auto load_keys = [&](void* tile, const CUtensorMap* map, uint64_t* arrived, int key_tile) {
     mbarrier_expect_bytes(arrived, T::bytes(64));
@@ -66,11 +68,12 @@ template <class Config> HF_DEVICE void load_dq_operands(const WideArguments& a, 
 }
 
 template <class Config>
-HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const Range tiles, int warpgroup) {
+HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const Range tiles) {
   const DqWork& w = s.work;
   using Element = typename Config::Element;
   using T = typename Config::OperandTile;
   constexpr int kHeadDim = Config::kHeadDim;
+  const int warpgroup = uniform(threadIdx.x / 128) - 1;
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
   const bool leader = thread == 0;
   const int query = w.first_query + warpgroup * 64 + warp * 16 + lane / 4;   // of accumulator rows 0; 8 more: rows 1
@@ -79,13 +82,10 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
   HF_UNROLL
   for (int i = 0; i < kHeadDim / 2; ++i) dq[i] = 0.f;
 
-  float lse[2], delta[2];          // of accumulator rows 0 and 8
-  HF_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    const int64_t row = w.statistics + warpgroup * 64 + warp * 16 + lane / 4 + 8 * r;
-    lse[r] = a.workspace.lse_log2[row], delta[r] = a.workspace.delta[row];
-  }
-  const uint64_t v_rows = T::k_major(s.v);
+  // Statistics of this thread's rows 0 and 8, in registers unless the general form has none to spare.
+  const auto lse_of = [&](int row) { return s.lse[warpgroup * 64 + warp * 16 + lane / 4 + row]; };
+  const auto delta_of = [&](int row) { return s.delta[warpgroup * 64 + warp * 16 + lane / 4 + row]; };
+  const float lse[2] = {lse_of(0), lse_of(8)}, delta[2] = {delta_of(0), delta_of(8)};
   const auto multiply_scores = [&](float (&scores)[32], int stage) {
     const uint64_t q_rows = T::k_major(s.q[opaque(warpgroup)]), k_rows = T::k_major(s.k[stage]);
     wgmma_fence();
@@ -95,7 +95,7 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
     wgmma_commit();
   };
   const auto multiply_dp = [&](float (&dp)[32]) {
-    const uint64_t grad_out_rows = T::k_major(s.grad_out[opaque(warpgroup)]);
+    const uint64_t grad_out_rows = T::k_major(s.grad_out[opaque(warpgroup)]), v_rows = T::k_major(s.v[Config::kGeneral ? opaque(0) : 0]);
     wgmma_fence();
     HF_UNROLL
     for (int k = 0; k < kHeadDim / 16; ++k)
@@ -121,10 +121,11 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
   const auto weigh = [&](float (&scores)[32], int tile) {
     if constexpr (Config::kGeneral) {
       const ScoreTransform transform{a.scores, a.p, w.k_length, w.diagonal, w.batch, w.head};
-      const int key = tile * 64 + 2 * (lane % 4);
+      const int inside = opaque(thread), column = tile * 64 + 2 * (inside % 4);
+      const int row = w.first_query + warpgroup * 64 + inside / 32 * 16 + inside % 32 / 4;
       uint32_t unused[16];
-      transform.template weigh<Element, false, 0>(scores, unused, transform.template dropped<false>(query, key), query,
-                                                  key, [&](int i) { return lse[i / 8]; });
+      transform.template weigh<Element, false, 0>(scores, unused, transform.template dropped<false>(row, column), row,
+                                                  column, lse_of);
     } else {
       HF_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -142,7 +143,7 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
   const auto differentiate = [&](const float (&weights)[32], float (&dp)[32]) {
     HF_UNROLL
     for (int i = 0; i < 32; ++i)
-      dp[i] = Config::kGeneral ? score_gradient(weights[i], dp[i] * a.scores.keep_scale, delta[i / 2 % 2])
+      dp[i] = Config::kGeneral ? score_gradient(weights[i], dp[i] * a.scores.keep_scale, delta_of(i / 2 % 2 * 8))
                                : weights[i] * (dp[i] - delta[i / 2 % 2]);
     HF_UNROLL
     for (int i = 0; i < 16; ++i) ds_packed[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
@@ -193,8 +194,9 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
   wgmma_wait<0>();
   pin(dq);
   barrier_sync(1 + warpgroup, 128);   // this warpgroup is done with its queries, whose place the result takes
-  store_sums<Config>(dq, a.p.scale, s.q[warpgroup], &a.grad_q, true, a.copies,
-                     w.q_rows.row + w.first_query + warpgroup * 64, w.head, w.q_rows.outer, 1 + warpgroup);
+  const int row = w.first_query + warpgroup * 64;
+  store_sums<Config>(dq, a.p.scale, s.q[warpgroup], &a.grad_q, row < w.k_length - w.diagonal, a.copies,
+                     w.q_rows.row + row, w.head, w.q_rows.outer, 1 + warpgroup);
 }
 
 template <class Config>
@@ -213,6 +215,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dq_kernel(const 
     zero_rows<typename Config::Element>(a.p.grad_q, sequence, place.head, first_query, Config::kDqRows, a.p.head_dim);
     return;
   }
+  if (threadIdx.x < Config::kDqRows) {
+    const int64_t row = (a.queries.first_tile(place.batch, place.head) + tile) * Config::kDqRows + threadIdx.x;
+    s.lse[threadIdx.x] = a.workspace.lse_log2[row];
+    s.delta[threadIdx.x] = a.workspace.delta[row];
+  }
   const Range tiles{uniform(keys.begin / 64), uniform(ceil_div(keys.end, 64))};
   if (threadIdx.x == 0) {
     DqWork& w = s.work;
@@ -222,7 +229,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dq_kernel(const 
     w.k_length = sequence.k_length, w.diagonal = mask.diagonal;
     w.q_rows = a.q_layout.sequence(place.batch, sequence.q_row, sequence.q_length);
     w.k_rows = a.k_layout.sequence(place.batch, sequence.k_row, sequence.k_length);
-    w.statistics = (a.queries.first_tile(place.batch, place.head) + tile) * Config::kDqRows;
 
     mbarrier_init(&s.v_arrived, 1);
     mbarrier_init(&s.v_released, 2);
@@ -241,7 +247,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dq_kernel(const 
     if (threadIdx.x == 0) load_dq_operands<Config>(a, s);
   } else {
     registers_grow<Config::kConsumerRegisters>();
-    accumulate_dq<Config>(a, s, tiles, warpgroup - 1);
+    accumulate_dq<Config>(a, s, tiles);
   }
 }
 

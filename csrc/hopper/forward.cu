@@ -40,50 +40,36 @@ template <class C> HF_DEVICE void describe_work(Work& w, const ForwardArguments&
   w.unmasked_tiles = {ceil_div(seen_by_all.begin, C::kTileK), seen_by_all.end / C::kTileK};
 }
 
-// Warp 0 of the producer: takes tiles, tells the others, loads K and V, from the last key tile to the first and K one
-// step ahead of V. The next tile is taken only when this one's last load is out: sooner, and CTAs end unevenly.
-template <class C> HF_DEVICE void produce_keys(const ForwardArguments& a, ForwardShared<C>& s, int lane) {
-  using Tile = typename C::Tile;
+// Warp 0 of the producer: which tile comes next. It is taken when keys_loaded_soon says that the current tile is nearly
+// loaded: early enough to hide the time it takes, late enough that CTAs end together.
+template <class C> HF_DEVICE void schedule(const ForwardArguments& a, ForwardShared<C>& s, int lane) {
   const Params& p = a.p;
   RaggedCursor<C::kTileQ> cursor;
-  Ring<C::kStages> k, v;
   HF_NO_UNROLL
   for (int tile = blockIdx.x, count = 0;; ++count) {
-    Work& w = s.work[count & 1];
+    if (count > 0) {
+      if (a.one_tile) {
+        tile = kNoTile;
+      } else {
+        if (lane == 0) {
+          mbarrier_wait(&s.keys_loaded_soon, (count & 1) ^ 1);
+          tile = gridDim.x + atomicAdd(&p.tile_counter[0], 1);
+        }
+        tile = __shfl_sync(~0u, tile, 0);
+      }
+    }
     int position = tile, batch = 0;
     const bool found = tile != kNoTile && (a.ragged ? cursor.find(p, lane, position, batch)
                                                     : position < a.query_tiles * p.heads * p.batch);
     if (lane == 0) {
       mbarrier_wait(&s.work_released[count & 1], (count >> 1 & 1) ^ 1);
       if (found)
-        describe_work<C>(w, a, position, batch);
+        describe_work<C>(s.work[count & 1], a, position, batch);
       else
-        w.first_row = -1;
+        s.work[count & 1].first_row = kNoTile;
       mbarrier_arrive(&s.work_arrived[count & 1]);
     }
     if (!found) break;
-    if (lane == 0) {
-      const int begin = w.key_tiles.begin, end = w.key_tiles.end;
-      HF_NO_UNROLL
-      for (int j = end - 1; j >= begin - 1; --j) {
-        if (j >= begin) {
-          mbarrier_wait(&s.k_released[k.stage], k.phase ^ 1);
-          mbarrier_expect_bytes(&s.k_arrived[k.stage], Tile::bytes(C::kTileK));
-          Tile::template load<C::kTileK>(s.k[k.stage], &a.k, &s.k_arrived[k.stage], a.copies,
-                                         w.k.row + j * C::kTileK, w.kv_head, w.k.outer);
-          k.advance();
-        }
-        if (j < end - 1) {
-          mbarrier_wait(&s.v_released[v.stage], v.phase ^ 1);
-          mbarrier_expect_bytes(&s.v_arrived[v.stage], Tile::bytes(C::kTileK));
-          Tile::template load<C::kTileK>(s.v[v.stage], &a.v, &s.v_arrived[v.stage], a.copies,
-                                         w.v.row + (j + 1) * C::kTileK, w.kv_head, w.v.outer);
-          v.advance();
-        }
-      }
-      if (!a.one_tile) tile = gridDim.x + atomicAdd(&p.tile_counter[0], 1);
-    }
-    tile = a.one_tile ? kNoTile : __shfl_sync(~0u, tile, 0);
   }
   // The last CTA to finish leaves both counters zero.
   if (!a.one_tile && lane == 0 && atomicAdd(&p.tile_counter[1], 1) == int(gridDim.x) - 1) {
@@ -92,8 +78,40 @@ template <class C> HF_DEVICE void produce_keys(const ForwardArguments& a, Forwar
   }
 }
 
-// One thread of the producer's warp 1: loads Q, each consumer warpgroup's rows as soon as their buffer is free.
-template <class C> HF_DEVICE void produce_queries(const ForwardArguments& a, ForwardShared<C>& s) {
+// One thread of warp 1: loads K and V, from the last key tile to the first, K one step ahead of V.
+template <class C> HF_DEVICE void load_keys(const ForwardArguments& a, ForwardShared<C>& s) {
+  using Tile = typename C::Tile;
+  Ring<C::kStages> k, v;
+  HF_NO_UNROLL
+  for (int count = 0;; ++count) {
+    mbarrier_wait(&s.work_arrived[count & 1], count >> 1 & 1);
+    const Work& w = s.work[count & 1];
+    if (w.first_row < 0) break;
+    const int begin = w.key_tiles.begin, end = w.key_tiles.end;
+    HF_NO_UNROLL
+    for (int j = end - 1; j >= begin - 1; --j) {
+      if (j == min(end - 1, begin)) mbarrier_arrive(&s.keys_loaded_soon);
+      if (j >= begin) {
+        mbarrier_wait(&s.k_released[k.stage], k.phase ^ 1);
+        mbarrier_expect_bytes(&s.k_arrived[k.stage], Tile::bytes(C::kTileK));
+        Tile::template load<C::kTileK>(s.k[k.stage], &a.k, &s.k_arrived[k.stage], a.copies, w.k.row + j * C::kTileK,
+                                       w.kv_head, w.k.outer);
+        k.advance();
+      }
+      if (j < end - 1) {
+        mbarrier_wait(&s.v_released[v.stage], v.phase ^ 1);
+        mbarrier_expect_bytes(&s.v_arrived[v.stage], Tile::bytes(C::kTileK));
+        Tile::template load<C::kTileK>(s.v[v.stage], &a.v, &s.v_arrived[v.stage], a.copies,
+                                       w.v.row + (j + 1) * C::kTileK, w.kv_head, w.v.outer);
+        v.advance();
+      }
+    }
+    mbarrier_arrive(&s.work_released[count & 1]);
+  }
+}
+
+// One thread of warp 2: loads Q, each consumer warpgroup's rows as soon as their buffer is free.
+template <class C> HF_DEVICE void load_queries(const ForwardArguments& a, ForwardShared<C>& s) {
   HF_NO_UNROLL
   for (int count = 0;; ++count) {
     mbarrier_wait(&s.work_arrived[count & 1], count >> 1 & 1);
@@ -102,9 +120,13 @@ template <class C> HF_DEVICE void produce_queries(const ForwardArguments& a, For
     HF_NO_UNROLL
     for (int group = 0; group < C::kConsumers; ++group) {
       mbarrier_wait(&s.q_released[group], (count & 1) ^ 1);
-      mbarrier_expect_bytes(&s.q_arrived[group], C::Tile::bytes(64));
-      C::Tile::template load<64>(s.q[group], &a.q, &s.q_arrived[group], a.copies, w.q.row + w.first_row + group * 64,
-                                 w.head, w.q.outer);
+      const int row = w.first_row + group * 64;
+      if (row < w.q_length) {
+        mbarrier_expect_bytes(&s.q_arrived[group], C::Tile::bytes(64));
+        C::Tile::template load<64>(s.q[group], &a.q, &s.q_arrived[group], a.copies, w.q.row + row, w.head, w.q.outer);
+      } else {
+        mbarrier_arrive(&s.q_arrived[group]);   // no rows: whatever Q holds, nothing of it is stored
+      }
     }
     mbarrier_arrive(&s.work_released[count & 1]);
   }
@@ -280,7 +302,9 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
     fence_async_shared();
     barrier_sync(kGroupBarrier + group, 128);
     if (leader) {
-      Tile::template store<64>(&a.out, staged, a.copies, w.q.row + w.first_row + group * 64, w.head, w.q.outer);
+      const int first = w.first_row + group * 64;
+      if (first < w.q_length)
+        Tile::template store<64>(&a.out, staged, a.copies, w.q.row + first, w.head, w.q.outer);
       bulk_commit();
       if (C::kOutputInQ) {
         bulk_wait_read<0>();
@@ -311,16 +335,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_co
     }
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(&s.work_arrived[i], 1);
-      mbarrier_init(&s.work_released[i], C::kConsumers + 1);   // the warpgroups and produce_queries
+      mbarrier_init(&s.work_released[i], C::kConsumers + 2);   // the warpgroups, load_keys and load_queries
     }
+    mbarrier_init(&s.keys_loaded_soon, 1);
     fence_mbarrier_init();
   }
   zero_unowned_rows<typename C::Element>(a.p.out, a.p.cu_seqlens_q, a.p.batch, a.p.total_q, a.p.heads, a.p.head_dim);
   __syncthreads();
   if (group == 0) {
     registers_shrink<C::kProducerRegisters>();
-    if (warp == 0) produce_keys<C>(a, s, threadIdx.x % 32);
-    if (threadIdx.x == 32) produce_queries<C>(a, s);
+    if (warp == 0) schedule<C>(a, s, threadIdx.x % 32);
+    if (threadIdx.x == 32) load_keys<C>(a, s);
+    if (threadIdx.x == 64) load_queries<C>(a, s);
   } else {
     registers_grow<C::kConsumerRegisters>();
     consume<C>(a, s, group - 1, warp);

@@ -13,6 +13,8 @@ namespace hf_flash::hopper {
 // - ragged, for sequences whose ends only the device knows: outer steps by one row as well, and the map begins
 //   `rows` rows before the tensor. Row r of n in a sequence starting at row s is {row = rows - n + r, outer = s + n},
 //   the row s + r of the tensor; r >= n is outside the map, so that loads give zero and stores do nothing.
+//   A copy must hold one row of the sequence at least: the engine translates the map's first address for a box that is
+//   wholly outside, and that address, before the tensor, need not be mapped (cudaErrorIllegalAddress).
 struct RowCoordinates {
   int row, outer;          // of the sequence's first row: add the row inside the sequence to `row`
 };

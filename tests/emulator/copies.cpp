@@ -160,6 +160,10 @@ TensorMap decode(const CUtensorMap* map, const void* shared, std::initializer_li
     fail("TMA with %zu coordinates on a map of rank %d", coordinates.size(), m.rank);
   int i = 0;
   for (int x : coordinates) c[i++] = x;
+  // The copy engine translates the map's first address for such a box; where that is not mapped, the access is illegal.
+  for (i = 0; i < m.rank; ++i)
+    if (c[i] >= int64_t(m.sizes[i]) || c[i] + int64_t(m.box[i]) <= 0)
+      fail("TMA of a box wholly outside its map: dimension %d, coordinate %d of %lld", i, c[i], (long long)m.sizes[i]);
   const size_t bytes = size_t(m.strides[0]) * m.box[0] * m.box[1] * m.box[2] * m.box[3] * m.box[4];
   check_shared(shared, bytes, m.span > 16 ? 8 * m.span : 128, "TMA");
   return m;
