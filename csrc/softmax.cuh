@@ -102,20 +102,31 @@ template <int kRowBlocks> struct OnlineSoftmax {
   }
 };
 
+// How many of a lane's columns 0, 1, 8, 9, 16, ... of a row lie below `column`, as that many low bits.
+HF_DEVICE uint32_t columns_below(int column) {
+  const int count = column <= 0 ? 0 : min(column / 8 * 2 + min(column % 8, 2), 31);
+  return (1u << count) - 1u;
+}
+
 // -inf where a query does not see a key. row, key: of this lane's first element.
 template <int kRowBlocks, int kScoreBlocks>
 HF_DEVICE void mask_scores(float (&scores)[kRowBlocks][kScoreBlocks][4], const Mask& mask, int row, int key) {
+  static_assert(kScoreBlocks <= 15, "a row's columns are bits of a word");
+  constexpr int kFar = 1 << 30;   // farther than any tile; two of them do not overflow
+  const int64_t position = int64_t(row) + mask.diagonal - key;
+  const int begin = mask.left < 0 ? -kFar : int(max(int64_t(-kFar), min(int64_t(kFar), position - mask.left)));
+  const int end = mask.right < 0 ? kFar : int(max(int64_t(-kFar), min(int64_t(kFar), position + mask.right + 1)));
   HF_UNROLL
   for (int m = 0; m < kRowBlocks; ++m)
     HF_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const Range seen = mask.keys(row + 16 * m + 8 * half);
-      const int begin = seen.begin - key, end = seen.end - key;
+      const int down = 16 * m + 8 * half;
+      const uint32_t seen = columns_below(min(end + down, mask.k_length - key)) & ~columns_below(begin + down);
       HF_UNROLL
       for (int n = 0; n < kScoreBlocks; ++n)
         HF_UNROLL
         for (int e = 0; e < 2; ++e)
-          if (8 * n + e < begin || 8 * n + e >= end) scores[m][n][2 * half + e] = kNegativeInfinity;
+          if (!(seen & (1u << (2 * n + e)))) scores[m][n][2 * half + e] = kNegativeInfinity;
     }
 }
 

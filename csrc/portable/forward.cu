@@ -11,28 +11,27 @@
 
 namespace hf_flash {
 
-// kWarps * 16 * kRowBlocks query rows. A warp reads every key and value from shared memory for its own rows, so 32 rows
-// a warp halve that traffic, and 16 are used only where the output (kHeadDim fp32 per row) leaves no registers for 32.
-// Two stages need one barrier a tile instead of two; they are taken where two blocks still fit 164 KB (sm_80).
-template <int kHeadDim> struct ForwardConfig;
-//                                              warps, row blocks, kBlockN, stages, q in registers, blocks per SM
-template <int kWarps_, int kRowBlocks_, int kBlockN_, int kStages_, bool kQueryInRegisters_, int kBlocks_>
-struct ForwardShape {
+// A block has 16 * kRowBlocks * kWarps query rows. Every warp reads all keys and values from shared memory for its own
+// rows: 32 rows a warp halve that traffic, and 16 are taken where the output (kHeadDim floats a row) leaves no registers
+// for 32. A tile of k or v has kStages buffers: two need one barrier a tile instead of two, and are taken where the
+// blocks of a multiprocessor still fit 164 KB (sm_80). kBlocks a multiprocessor bound the registers: 3 give 168, 2 all.
+template <int kWarps_, int kRowBlocks_, int kBlockN_, int kStages_, int kBlocks_> struct ForwardShape {
   static constexpr int kWarps = kWarps_, kRowBlocks = kRowBlocks_, kBlockN = kBlockN_, kStages = kStages_;
   static constexpr int kBlocks = kBlocks_, kThreads = 32 * kWarps, kBlockM = 16 * kRowBlocks * kWarps;
-  static constexpr bool kQueryInRegisters = kQueryInRegisters_;
 };
-template <> struct ForwardConfig<32> : ForwardShape<4, 2, 64, 2, true, 3> {};
-template <> struct ForwardConfig<64> : ForwardShape<4, 2, 64, 2, false, 3> {};
-template <> struct ForwardConfig<80> : ForwardShape<4, 2, 64, 2, false, 2> {};
-template <> struct ForwardConfig<96> : ForwardShape<4, 2, 64, 2, false, 2> {};
-template <> struct ForwardConfig<128> : ForwardShape<4, 2, 64, 1, false, 2> {};
-template <> struct ForwardConfig<160> : ForwardShape<4, 2, 32, 1, false, 2> {};
-template <> struct ForwardConfig<192> : ForwardShape<4, 1, 64, 1, false, 3> {};
-template <> struct ForwardConfig<256> : ForwardShape<4, 1, 64, 1, false, 2> {};
+// The general kernels need more registers.
+template <int kHeadDim, bool kPlain> struct ForwardConfig;
+template <bool kPlain> struct ForwardConfig<32, kPlain> : ForwardShape<4, 2, 64, 2, 3> {};
+template <bool kPlain> struct ForwardConfig<64, kPlain> : ForwardShape<4, 2, 64, 2, kPlain ? 3 : 2> {};
+template <bool kPlain> struct ForwardConfig<80, kPlain> : ForwardShape<4, 2, 64, 2, 2> {};
+template <bool kPlain> struct ForwardConfig<96, kPlain> : ForwardShape<4, 2, 64, 2, 2> {};
+template <bool kPlain> struct ForwardConfig<128, kPlain> : ForwardShape<4, 2, kPlain ? 64 : 32, 1, 2> {};
+template <bool kPlain> struct ForwardConfig<160, kPlain> : ForwardShape<4, kPlain ? 2 : 1, kPlain ? 32 : 64, 1, 2> {};
+template <bool kPlain> struct ForwardConfig<192, kPlain> : ForwardShape<4, 1, 64, 1, 2> {};
+template <bool kPlain> struct ForwardConfig<256, kPlain> : ForwardShape<4, 1, 64, 1, 2> {};
 
-template <int kHeadDim> struct ForwardShared {
-  using Config = ForwardConfig<kHeadDim>;
+template <int kHeadDim, bool kPlain> struct ForwardShared {
+  using Config = ForwardConfig<kHeadDim, kPlain>;
   static constexpr int kQueryBytes = TileLayout<kHeadDim>::bytes(Config::kBlockM);      // later the output
   static constexpr int kKeyBytes = TileLayout<kHeadDim>::bytes(Config::kBlockN);        // of one stage of k or v
   static constexpr int kBytes = kQueryBytes + 2 * Config::kStages * kKeyBytes;
@@ -51,23 +50,26 @@ struct ForwardSchedule {
     section = int(fitting < 1 ? 1 : fitting > all ? all : fitting);
   }
   int64_t blocks(const Params& p) const { return int64_t(query_tiles) * p.batch * p.heads; }
+};
 
-  HF_DEVICE void locate(const Params& p, int block, int* query_tile, int* batch, int* head) const {
-    const int first = int(block / (int64_t(query_tiles) * section)) * section;
-    const int size = min(section, p.batch * p.heads - first);
-    const int rest = int(block - int64_t(first) * query_tiles);
-    const int pair = first + rest % size;
-    *query_tile = query_tiles - 1 - rest / size;
-    *batch = pair / p.heads;
-    *head = pair % p.heads;
+struct ForwardWork {
+  int first_row, batch, head;
+
+  HF_DEVICE ForwardWork(const Params& p, const ForwardSchedule& schedule, int block, int block_m) {
+    const int first = int(block / (int64_t(schedule.query_tiles) * schedule.section)) * schedule.section;
+    const int size = min(schedule.section, p.batch * p.heads - first);
+    const int rest = int(block - int64_t(first) * schedule.query_tiles), pair = first + rest % size;
+    first_row = (schedule.query_tiles - 1 - rest / size) * block_m;
+    batch = pair / p.heads;
+    head = pair % p.heads;
   }
 };
 
 template <class Element, int kHeadDim, bool kPlain>
-__global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads, ForwardConfig<kHeadDim>::kBlocks)
+__global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, ForwardConfig<kHeadDim, kPlain>::kBlocks)
     portable_forward_kernel(const Params p, const ForwardSchedule schedule) {
-  using Config = ForwardConfig<kHeadDim>;
-  using Shared = ForwardShared<kHeadDim>;
+  using Config = ForwardConfig<kHeadDim, kPlain>;
+  using Shared = ForwardShared<kHeadDim, kPlain>;
   using Layout = TileLayout<kHeadDim>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kRowBlocks = Config::kRowBlocks;
   constexpr int kThreads = Config::kThreads, kStages = Config::kStages;
@@ -78,16 +80,14 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads, ForwardConf
   char* const shared_k = shared + Shared::kQueryBytes;
   char* const shared_v = shared_k + kStages * Shared::kKeyBytes;
 
-  int query_tile, batch, head;
-  schedule.locate(p, blockIdx.x, &query_tile, &batch, &head);
+  const ForwardWork work(p, schedule, blockIdx.x, kBlockM);
+  const int batch = work.batch, head = work.head, first_row = work.first_row;
   zero_unowned_rows<Element>(p.out, p.cu_seqlens_q, p.batch, p.total_q, p.heads, p.head_dim);
   const Sequence sequence(p, batch);
-  const int first_row = query_tile * kBlockM;
   if (first_row >= sequence.q_length) return;
 
   const int kv_head = head / (p.heads / p.kv_heads);
-  const int warp_row = threadIdx.x / 32 * (16 * kRowBlocks);
-  const int lane_row = first_row + warp_row + threadIdx.x % 32 / 4, lane_column = threadIdx.x % 4 * 2;
+  const int warp_row = int(threadIdx.x) / 32 * (16 * kRowBlocks);
   const int rows = min(kBlockM, sequence.q_length - first_row);
   const Mask mask(sequence.q_length, sequence.k_length, p.window_left, p.window_right);
   const Range keys = mask.keys(first_row, first_row + rows);
@@ -96,13 +96,15 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads, ForwardConf
   int tile = keys.empty() ? first_tile - 1 : (keys.end - 1) / kBlockN;
 
   // Tiles of k and v are loaded from the last to the first: their rows move down by one tile with each call.
-  const Element* k_source = sequence.k_base<const Element>(p.k, kv_head) + int64_t(tile) * kBlockN * p.k.row_stride;
-  const Element* v_source = sequence.k_base<const Element>(p.v, kv_head) + int64_t(tile) * kBlockN * p.v.row_stride;
-  const auto load = [&](const Tensor& t, const Element*& source, char* to, int tile) {
+  using Source = TileSource<kHeadDim, kThreads>;
+  const int64_t last_key = int64_t(tile) * kBlockN;
+  Source k_source(sequence.k_base<const Element>(p.k, kv_head) + last_key * p.k.row_stride, p.k.row_stride);
+  Source v_source(sequence.k_base<const Element>(p.v, kv_head) + last_key * p.v.row_stride, p.v.row_stride);
+  const auto load = [&](const Tensor& t, Source& source, char* to, int tile) {
     const int first_key = tile * kBlockN, count = sequence.k_length - first_key;
     if (kPlain || p.block_table == nullptr) {
-      copy_tile_async<kBlockN, kHeadDim, kThreads>(to, source, t.row_stride, count, p.head_dim);
-      source -= kBlockN * t.row_stride;
+      copy_tile_async<kBlockN>(to, source, t.row_stride, count, p.head_dim);
+      source.move(-kBlockN * t.row_stride);
     } else {
       const int32_t* pages = p.block_table + batch * p.block_table_stride;
       copy_rows_async<kBlockN, kHeadDim, kThreads>(to, [&](int row) {
@@ -134,24 +136,13 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads, ForwardConf
       HF_UNROLL
       for (int e = 0; e < 4; ++e) out[m][n][e] = 0.f;
 
-  uint32_t q[Config::kQueryInRegisters ? kSteps : 1][kRowBlocks][4];
-  const auto load_query = [&](int step) {
-    HF_UNROLL
-    for (int m = 0; m < kRowBlocks; ++m)
-      load_a<kHeadDim>(q[Config::kQueryInRegisters ? step : 0][m], shared_q, warp_row + 16 * m, 16 * step);
-  };
-  if (Config::kQueryInRegisters && tile >= first_tile) {
-    copy_async_wait<0>();
-    __syncthreads();
-    HF_UNROLL
-    for (int step = 0; step < kSteps; ++step) load_query(step);
-  }
-
   HF_NO_UNROLL
   for (; tile >= first_tile; --tile) {
     const char* const k_tile = shared_k + tile % kStages * Shared::kKeyBytes;
     const char* const v_tile = shared_v + tile % kStages * Shared::kKeyBytes;
-    const int key = tile * kBlockN + lane_column;
+    const int thread = volatile_opaque(threadIdx.x);   // of this lane's first score; not kept in registers
+    const int lane_row = first_row + thread / 32 * (16 * kRowBlocks) + thread % 32 / 4;
+    const int lane_key = tile * kBlockN + threadIdx.x % 4 * 2;
 
     copy_async_wait<0>();
     __syncthreads();   // k (and with two stages v) has arrived; the other stage (or v) is no longer read
@@ -172,22 +163,23 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads, ForwardConf
         for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.f;
     HF_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      if (!Config::kQueryInRegisters) load_query(step);
+      uint32_t a[kRowBlocks][4];
+      HF_UNROLL
+      for (int m = 0; m < kRowBlocks; ++m) load_a<kHeadDim>(a[m], shared_q, warp_row + 16 * m, 16 * step);
       HF_UNROLL
       for (int n = 0; n < kScoreBlocks; n += 2) {
         uint32_t b[4];
         load_b<kHeadDim>(b, k_tile, 8 * n, 16 * step);
         HF_UNROLL
         for (int m = 0; m < kRowBlocks; ++m) {
-          const auto& a = q[Config::kQueryInRegisters ? step : 0][m];
-          mma_m16n8k16<Element>(scores[m][n], a, b[0], b[1]);
-          mma_m16n8k16<Element>(scores[m][n + 1], a, b[2], b[3]);
+          mma_m16n8k16<Element>(scores[m][n], a[m], b[0], b[1]);
+          mma_m16n8k16<Element>(scores[m][n + 1], a[m], b[2], b[3]);
         }
       }
     }
 
-    if (!kPlain) ScoreTransform(p, batch, head, mask.diagonal).apply(scores, lane_row, key);
-    if (tile * kBlockN < unmasked.begin || (tile + 1) * kBlockN > unmasked.end) mask_scores(scores, mask, lane_row, key);
+    if (!kPlain) ScoreTransform(p, batch, head, mask.diagonal).apply(scores, lane_row, lane_key);
+    if (tile * kBlockN < unmasked.begin || (tile + 1) * kBlockN > unmasked.end) mask_scores(scores, mask, lane_row, lane_key);
     softmax.follow_maximum(scores, out, scale_log2);
 
     if (kStages == 1) {
@@ -199,7 +191,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads, ForwardConf
     HF_UNROLL
     for (int step = 0; step < kBlockN / 16; ++step) {
       softmax.exponentiate(scores, step, scale_log2);
-      if (!kPlain && p.dropout_p > 0.f) drop(scores, step, Dropout(p, batch, head), lane_row, key);
+      if (!kPlain && p.dropout_p > 0.f) drop(scores, step, Dropout(p, batch, head), lane_row, lane_key);
       uint32_t a[kRowBlocks][4];
       HF_UNROLL
       for (int m = 0; m < kRowBlocks; ++m)
@@ -219,38 +211,43 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim>::kThreads, ForwardConf
     }
   }
 
-  // The output replaces q in shared memory: each warp its own rows.
+  // What the loop has no use for is computed again: it would cost registers there.
+  const ForwardWork done(p, schedule, volatile_opaque(blockIdx.x), kBlockM);
+  const Sequence queries(p, done.batch);
   softmax.finish();
   const float keep_scale = !kPlain && p.dropout_p > 0.f ? 1.f / (1.f - p.dropout_p) : 1.f;
+  const int row_in_tile = warp_row + threadIdx.x % 32 / 4, lane_column = threadIdx.x % 4 * 2;
+  float* const lse = p.lse + queries.lse_base(p, done.batch, done.head) + done.first_row;
   HF_UNROLL
   for (int m = 0; m < kRowBlocks; ++m)
     HF_UNROLL
     for (int half = 0; half < 2; ++half) {
       const float factor = softmax.inverse_sum(m, half) * keep_scale;
-      const int row = 16 * m + 8 * half;
+      const int row = row_in_tile + 16 * m + 8 * half;
       HF_UNROLL
-      for (int n = 0; n < kOutBlocks; ++n)
-        *reinterpret_cast<uint32_t*>(shared_q + Layout::offset(lane_row - first_row + row, 8 * n + lane_column)) =
+      for (int n = 0; n < kOutBlocks; ++n)   // over q, each warp its own rows
+        *reinterpret_cast<uint32_t*>(shared_q + Layout::offset(row, 8 * n + lane_column)) =
             pack<Element>(out[m][n][2 * half] * factor, out[m][n][2 * half + 1] * factor);
-      if (lane_column == 0 && lane_row + row < sequence.q_length)
-        p.lse[sequence.lse_base(p, batch, head) + lane_row + row] = softmax.log_sum_exp(m, half);
+      if (lane_column == 0 && done.first_row + row < queries.q_length) lse[row] = softmax.log_sum_exp(m, half);
     }
   __syncthreads();
-  store_tile<kBlockM, kHeadDim, kThreads>(sequence.q_base<Element>(p.out, head) + first_row * p.out.row_stride,
-                                          p.out.row_stride, shared_q, rows, p.head_dim);
+  store_tile<kBlockM, kHeadDim, kThreads>(queries.q_base<Element>(p.out, done.head) + done.first_row * p.out.row_stride,
+                                          p.out.row_stride, shared_q, queries.q_length - done.first_row, p.head_dim);
+}
+
+template <class Element, int kHeadDim, bool kPlain> int launch_forward(const Params& p, cudaStream_t stream) {
+  using Config = ForwardConfig<kHeadDim, kPlain>;
+  const ForwardSchedule schedule(p, Config::kBlockM);
+  return launch(portable_forward_kernel<Element, kHeadDim, kPlain>, schedule.blocks(p), Config::kThreads,
+                ForwardShared<kHeadDim, kPlain>::kBytes, stream, p, schedule);
 }
 
 template <int kHeadDim> int portable_forward(const Params& p, cudaStream_t stream) {
-  using Config = ForwardConfig<kHeadDim>;
-  const ForwardSchedule schedule(p, Config::kBlockM);
   const bool plain = p.softcap <= 0.f && p.alibi_slopes == nullptr && p.dropout_p <= 0.f && p.scale > 0.f &&
                      p.block_table == nullptr;
-  const auto run = [&](auto kernel) {
-    return launch(kernel, schedule.blocks(p), Config::kThreads, ForwardShared<kHeadDim>::kBytes, stream, p, schedule);
-  };
   if (p.dtype == HF_FLASH_BF16)
-    return plain ? run(portable_forward_kernel<bf16, kHeadDim, true>) : run(portable_forward_kernel<bf16, kHeadDim, false>);
-  return plain ? run(portable_forward_kernel<fp16, kHeadDim, true>) : run(portable_forward_kernel<fp16, kHeadDim, false>);
+    return plain ? launch_forward<bf16, kHeadDim, true>(p, stream) : launch_forward<bf16, kHeadDim, false>(p, stream);
+  return plain ? launch_forward<fp16, kHeadDim, true>(p, stream) : launch_forward<fp16, kHeadDim, false>(p, stream);
 }
 
 template int portable_forward<HF_FLASH_HEAD_DIM>(const Params& p, cudaStream_t stream);

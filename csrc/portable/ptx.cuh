@@ -18,6 +18,13 @@ HF_DEVICE int opaque(int x) {
   return y;
 }
 
+// x, as if it changed between calls: what follows from it is computed at each place, not kept in registers.
+HF_DEVICE int volatile_opaque(int x) {
+  int y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // acc (16, 8) += a (16, 16) * b (16, 8), of one warp. With g = lane / 4 and t = lane % 4 a lane holds
 //   acc: rows {g, g, g + 8, g + 8}, columns 2t + {0, 1, 0, 1};
 //   a:   pairs of columns 2t + {0, 1} at (row g), (row g + 8), (row g, columns + 8), (row g + 8, columns + 8);

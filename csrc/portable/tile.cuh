@@ -28,11 +28,11 @@ template <int kColumns> struct TileLayout {
   static HF_DEVICE int offset(int row, int column) { return chunk_offset(row, column / 8) + column % 8 * 2; }
 
   // chunk_offset(row + lane_row, column / 8 + lane_chunk) for row % 8 == 0, column % 16 == 0, lane_chunk in {0, 1},
-  // written so that all but a few values per lane are immediates.
+  // written so that a few values a lane and immediates are all it takes.
   static HF_DEVICE int block_offset(int row, int column, int lane_row, int lane_chunk) {
+    static_assert(kRowBytes % (16 * kPermuted) == 0, "a permutation must not reach into the row's bits");
     const int chunk = column / 8, low = chunk & (kPermuted - 1);
-    return opaque(lane_row * kRowBytes + ((low * 16) ^ ((lane_chunk ^ swizzle(lane_row)) * 16))) + row * kRowBytes +
-           (chunk - low) * 16;
+    return opaque(chunk_offset(lane_row, lane_chunk) ^ (low * 16)) + row * kRowBytes + (chunk - low) * 16;
   }
 };
 
@@ -67,27 +67,46 @@ template <int kColumns> HF_DEVICE void load_b_transposed(uint32_t (&b)[4], const
 // ---- Copies. A row is cut into panels of 8, then 4 or 2 chunks; kThreads threads take a panel's chunks side by side
 // (128-byte transactions where the row allows), so that a thread's swizzle and column stay fixed.
 
-// Calls visit(row, chunk, width, panels) for each panel width: this thread visits rows row, row + kThreads / width, ...
-// and in each the chunks chunk, chunk + width, ... of `panels` panels.
-template <int kColumns, int kThreads, int kFirstChunk = 0, class Visit> HF_DEVICE void for_each_panel(Visit visit) {
+// Calls visit(group, row, chunk, width, panels) for each panel width: this thread visits rows row,
+// row + kThreads / width, ... and in each the chunks chunk, chunk + width, ... of `panels` panels.
+template <int kColumns, int kThreads, int kFirstChunk = 0, int kGroup = 0, class Visit>
+HF_DEVICE void for_each_panel(Visit visit) {
   constexpr int kLeft = TileLayout<kColumns>::kChunks - kFirstChunk;
   if constexpr (kLeft > 0) {
     constexpr int kWidth = kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : 2, kPanels = kLeft / kWidth;
     static_assert(kThreads % (kWidth * 8) == 0, "a thread's rows must share one swizzle: the step is a multiple of 8");
-    const int thread = int(threadIdx.x) % kThreads;
-    visit(thread / kWidth, kFirstChunk + thread % kWidth, std::integral_constant<int, kWidth>{},
-          std::integral_constant<int, kPanels>{});
-    for_each_panel<kColumns, kThreads, kFirstChunk + kPanels * kWidth>(visit);
+    const int thread = volatile_opaque(threadIdx.x) % kThreads;
+    visit(std::integral_constant<int, kGroup>{}, thread / kWidth, kFirstChunk + thread % kWidth,
+          std::integral_constant<int, kWidth>{}, std::integral_constant<int, kPanels>{});
+    for_each_panel<kColumns, kThreads, kFirstChunk + kPanels * kWidth, kGroup + 1>(visit);
   }
 }
 
+// Where this thread's copies start in a tile of global memory, kept so that a walk over tiles only adds to it.
+template <int kColumns, int kThreads> struct TileSource {
+  static constexpr int kChunks = TileLayout<kColumns>::kChunks;
+  static constexpr int kGroups = (kChunks >= 8) + (kChunks % 8 >= 4) + (kChunks % 4 >= 2);
+  const char* start[kGroups];
+
+  template <class Element> HF_DEVICE TileSource(const Element* source, int64_t row_stride) {
+    for_each_panel<kColumns, kThreads>([&](auto group, int row, int chunk, auto, auto) {
+      start[group.value] = reinterpret_cast<const char*>(source + row * row_stride + chunk * 8);
+    });
+  }
+  HF_DEVICE void move(int64_t elements) {
+    HF_UNROLL
+    for (int i = 0; i < kGroups; ++i) start[i] += elements * 2;
+  }
+};
+
 // Starts the copy of rows [0, kRows) of source into a tile. Rows from `rows` on and columns from `columns` on are
 // zeroed without being read. The caller commits and waits. Threads: kThreads, numbered by threadIdx.x % kThreads.
-template <int kRows, int kColumns, int kThreads, class Element>
-HF_DEVICE void copy_tile_async(char* tile, const Element* source, int64_t row_stride, int rows, int columns) {
-  for_each_panel<kColumns, kThreads>([&](int row, int chunk, auto width, auto panels) {
+template <int kRows, int kColumns, int kThreads>
+HF_DEVICE void copy_tile_async(char* tile, const TileSource<kColumns, kThreads>& source, int64_t row_stride, int rows,
+                               int columns) {
+  for_each_panel<kColumns, kThreads>([&](auto group, int row, int chunk, auto width, auto panels) {
     constexpr int kStep = kThreads / width.value;
-    const char* from = reinterpret_cast<const char*>(source + row * row_stride + chunk * 8);
+    const char* from = source.start[group.value];
     char* const to = tile + opaque(TileLayout<kColumns>::chunk_offset(row, chunk));
     HF_UNROLL
     for (int i = 0; i < ceil_div(kRows, kStep); ++i) {
@@ -99,15 +118,19 @@ HF_DEVICE void copy_tile_async(char* tile, const Element* source, int64_t row_st
           copy_async_16(to + i * kStep * TileLayout<kColumns>::kRowBytes + skip * 16, from + skip * 16,
                         row_valid && (chunk + skip) * 8 < columns);
       }
-      from += kStep * row_stride * int(sizeof(Element));
+      from += kStep * row_stride * 2;
     }
   });
+}
+template <int kRows, int kColumns, int kThreads, class Element>
+HF_DEVICE void copy_tile_async(char* tile, const Element* source, int64_t row_stride, int rows, int columns) {
+  copy_tile_async<kRows>(tile, TileSource<kColumns, kThreads>(source, row_stride), row_stride, rows, columns);
 }
 
 // The same where the place of a row is looked up: row_source(row) -> const Element* is called for valid rows only.
 template <int kRows, int kColumns, int kThreads, class RowSource>
 HF_DEVICE void copy_rows_async(char* tile, RowSource row_source, int rows, int columns) {
-  for_each_panel<kColumns, kThreads>([&](int row, int chunk, auto width, auto panels) {
+  for_each_panel<kColumns, kThreads>([&](auto, int row, int chunk, auto width, auto panels) {
     constexpr int kStep = kThreads / width.value;
     HF_NO_UNROLL
     for (; row < kRows; row += kStep) {
@@ -125,7 +148,7 @@ HF_DEVICE void copy_rows_async(char* tile, RowSource row_source, int rows, int c
 // Writes a tile's first `rows` rows and `columns` columns to global memory, 16 bytes at a time.
 template <int kRows, int kColumns, int kThreads, class Element>
 HF_DEVICE void store_tile(Element* destination, int64_t row_stride, const char* tile, int rows, int columns) {
-  for_each_panel<kColumns, kThreads>([&](int row, int chunk, auto width, auto panels) {
+  for_each_panel<kColumns, kThreads>([&](auto, int row, int chunk, auto width, auto panels) {
     constexpr int kStep = kThreads / width.value;
     char* to = reinterpret_cast<char*>(destination + row * row_stride + chunk * 8);
     const char* const from = tile + opaque(TileLayout<kColumns>::chunk_offset(row, chunk));
