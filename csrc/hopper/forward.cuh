@@ -54,7 +54,7 @@ template <class C> struct ForwardShared {
   char out[C::kOutputInQ ? 1 : C::kConsumers][C::kOutputInQ ? 16 : C::Tile::bytes(64)];
   uint64_t q_arrived[C::kConsumers], q_released[C::kConsumers];
   uint64_t k_arrived[C::kStages], k_released[C::kStages], v_arrived[C::kStages], v_released[C::kStages];
-  uint64_t work_arrived[2], work_released[2];
+  uint64_t work_arrived[2], work_released[2], keys_loaded_soon;
   Work work[2];
 };
 
