@@ -46,6 +46,7 @@ FLAGS = (
     "-Xcompiler -fPIC"
 ).split()
 MEMORY_PER_JOB = 2 << 30
+OLDEST_CUDA = (12, 5)  # the first whose runtime finds driver functions by version
 
 
 class BuildError(SystemExit):
@@ -94,7 +95,9 @@ def find_toolkit(environ=os.environ):
                 say(f"{place}={environ[place]} has no bin/nvcc that runs; looking further")
             continue
         version = int(match[1]), int(match[2])
-        if chosen is None:
+        if version < OLDEST_CUDA:
+            say(f"{nvcc} is CUDA {match[1]}.{match[2]}; the kernels need {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} or later")
+        elif chosen is None:
             listed = re.findall(r"compute_(\d+)", ask_nvcc(nvcc, "--list-gpu-arch"))
             chosen = Toolkit(str(nvcc), version, frozenset(map(int, listed)))
         elif version != chosen.version:
@@ -182,7 +185,7 @@ def choose_architectures(toolkit, environ=os.environ, visible=visible_capabiliti
         raise BuildError("hf_flash: no architecture of HF_FLASH_ARCHS can be compiled")
     kept = [a for a in parse_architectures(DEFAULT_ARCHITECTURES) if a.capability in toolkit.capabilities]
     if not kept:
-        raise BuildError(f"hf_flash: {toolkit.nvcc} compiles for neither 8.0 nor 9.0; CUDA 12.0 or later is needed")
+        raise BuildError(f"hf_flash: {toolkit.nvcc} compiles for neither 8.0 nor 9.0")
     return kept
 
 
@@ -423,7 +426,7 @@ def build_library(environ=os.environ):
     """Compiles and links build/kernels/libhf_flash.so and returns its path, or None where there is no nvcc."""
     toolkit = find_toolkit(environ)
     if toolkit is None:
-        say("no nvcc found: installing without kernels, for the CPU; install CUDA's toolkit (12.0+) and reinstall")
+        say("no nvcc found: installing without kernels, for the CPU; install CUDA's toolkit (12.5+) and reinstall")
         return None
     architectures = choose_architectures(toolkit, environ)
     tiles = set(map(int, re.findall(r"\d+", environ.get("HF_FLASH_TILES", ""))))

@@ -253,11 +253,18 @@ def fake_toolkit(folder, release):
 
 
 def test_of_two_toolkits_the_one_used_is_named(tmp_path, capsys):
-    first, second = fake_toolkit(tmp_path / "a", "12.4"), fake_toolkit(tmp_path / "b", "12.8")
+    first, second = fake_toolkit(tmp_path / "a", "12.6"), fake_toolkit(tmp_path / "b", "12.8")
     environ = {"CUDA_HOME": str(first), "PATH": f"{second / 'bin'}:/bin"}
-    assert build.find_toolkit(environ).version == (12, 4)
+    assert build.find_toolkit(environ).version == (12, 6)
     said = capsys.readouterr().err
-    assert "using CUDA 12.4" in said and "12.8" in said and "CUDA_HOME" in said
+    assert "using CUDA 12.6" in said and "12.8" in said and "CUDA_HOME" in said
+
+
+def test_a_toolkit_that_is_too_old_is_named_and_passed_over(tmp_path, capsys):
+    old, good = fake_toolkit(tmp_path / "old", "11.8"), fake_toolkit(tmp_path / "good", "12.8")
+    environ = {"CUDA_HOME": str(old), "PATH": f"{good / 'bin'}:/bin"}
+    assert build.find_toolkit(environ).version == (12, 8)
+    assert "CUDA 11.8; the kernels need 12.5" in capsys.readouterr().err
 
 
 def test_a_wrong_cuda_home_is_named_and_passed_over(tmp_path, capsys):
