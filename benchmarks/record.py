@@ -177,7 +177,13 @@ def count_tests(junit):
     return total, tools
 
 
-def run_suite(recorder, arguments, minutes):
+def add_counts(a, b):
+    """Counts of two parts of the suite together."""
+    return {n: add_counts(a.get(n, {}), b.get(n, {})) if isinstance({**a, **b}[n], dict) else a.get(n, 0) + b.get(n, 0)
+            for n in {**a, **b}}  # fmt: skip
+
+
+def run_suite(recorder, arguments, minutes, add):
     """Runs `pytest -m gpu`; returns its exit status. What it had counted when time ran out is lost, and said so."""
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
@@ -189,6 +195,9 @@ def run_suite(recorder, arguments, minutes):
             return 124
         if junit.exists():
             tests, sanitizer = count_tests(junit)
+            if add:
+                tests = add_counts(recorder.record.get("tests", {}), tests)
+                sanitizer = add_counts(recorder.record.get("sanitizer", {}), sanitizer)
             recorder.set(tests=tests, sanitizer=sanitizer)
         return status
 
@@ -372,7 +381,8 @@ def main(arguments=None):
     parser.add_argument("--check", action="store_true", help="the same as the command check")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the record, or the .json file itself")
     parser.add_argument("--minutes", type=float, default=60, help="suite: time limit")
-    parser.add_argument("--pytest", default="", help="suite: more arguments for pytest")
+    parser.add_argument("--pytest", default="", help="suite: more arguments for pytest, such as files")
+    parser.add_argument("--add", action="store_true", help="suite: add to the counts of another part of the suite")
     options = parser.parse_args(arguments)
     path = options.output if options.output.suffix == ".json" else find_record(options.output)
     if options.check or options.command == "check":
@@ -380,7 +390,7 @@ def main(arguments=None):
         print(line)
         return status
     if options.command == "suite":
-        return run_suite(Recorder(options.output), options.pytest.split(), options.minutes)
+        return run_suite(Recorder(options.output), options.pytest.split(), options.minutes, options.add)
     if options.command == "merge":
         new = [load(file) for file in options.files]
         if path is None:

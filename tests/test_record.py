@@ -130,6 +130,13 @@ def test_junit_counts_are_split_by_sanitizer(tmp_path):
     assert sanitizer["memcheck"]["passed"] == 1 and sanitizer["racecheck"]["failed"] == 1
 
 
+def test_parts_of_the_suite_add_up():
+    a = {"passed": 1, "failed": 2}
+    assert record.add_counts(a, {"passed": 3, "skipped": 1}) == {"passed": 4, "failed": 2, "skipped": 1}
+    assert record.add_counts({}, {"memcheck": a}) == {"memcheck": a}
+    assert record.add_counts({"memcheck": a}, {"memcheck": a})["memcheck"] == {"passed": 2, "failed": 4}
+
+
 def test_the_tables_show_ratios_against_the_best_peer(full):
     table = record.attention_table(full["attention"], "forward")
     assert "| 64 | causal | 1024 (16) | 32/32 | **300** | – | 150 | 200 | – | – | 1.50 |" in table
