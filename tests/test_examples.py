@@ -106,6 +106,14 @@ def test_launch_configurations_are_read_by_accelerate(name):
     assert yaml.safe_load(path.read_text())["distributed_type"] == str(config.distributed_type.value)
 
 
+@pytest.mark.gpu
+def test_finetuning_and_generation_agree_with_stock_on_a_gpu(tmp_path, capsys):
+    results = finetune.main([*SMALL, "--compare", "--output", str(tmp_path)])
+    assert results["patched"][0] == pytest.approx(results["stock"][0], rel=0.02)
+    generate.main("--prompts 3 --prompt-tokens 24 --new-tokens 4 --repeats 1 --model".split() + [str(tmp_path)])
+    assert "times the tokens/s" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of the two sides would run on the GPU")
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])

@@ -202,6 +202,21 @@ def test_every_contender_is_checked_and_timed(which, lengths, kv_heads):
     assert all(error < 1e-4 for error in errors.values())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_on_a_gpu_every_contender_is_replayed_from_a_graph(which):
+    device = torch.device("cuda")
+    case = bench.Case(64, 512, 2, 4, causal=True)
+    with bench.side_stream(device):
+        *inputs, grad_out = case.inputs(device)
+        call, _ = bench._prepare(bench.ours(case), which, *inputs, grad_out)
+        timer = bench.Timer(call, device)
+        assert timer.calls > 1 and 1e-7 < timer.start()() < 1e-2
+    seconds, errors = bench.measure(case, which, device, rounds=3)
+    assert {"hf_flash", "fa2"} <= set(seconds) and errors["hf_flash"] <= bench.TOLERANCE
+    assert bench.ceilings(device, 3)["matmul_tflops"] > 10
+
+
 def test_a_wrong_or_failing_contender_is_not_timed():
     case = bench.Case(16, 30, 2, 2, dtype=torch.float32)
 
