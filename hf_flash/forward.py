@@ -5,11 +5,13 @@ takes no part in the arithmetic.
 """
 
 import inspect
+from collections import Counter
 
 import torch
 
+from . import wholemodel
 from .interface import PACKED, packed_arguments
-from .layout import Inputs
+from .layout import Inputs, build_layout
 
 STATE = "_hf_flash_state"
 
@@ -48,16 +50,26 @@ class BoundForward:
 
 
 class State:
-    """What a patched module's forward needs to know. `previous` is the instance's forward before, if it had one."""
+    """What a patched module's forward needs to know. `previous` is the instance's forward before, if it had one.
 
-    def __init__(self, module, previous=None, base=None):
+    whole_model  whether padding may be skipped by the whole model
+    encoder      whether the model never keeps a cache
+    """
+
+    def __init__(self, module, previous=None, base=None, whole_model=True, encoder=False):
+        self.whole_model, self.encoder, self.unpadded = whole_model, encoder, Counter()
         self.previous, self.base, self.active = previous, base, True
         self.prepared = "_original_forward" in module.__dict__
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.packed = None
 
     def notes(self):
-        return []
+        """Lines for the report: how padding was skipped, and how often."""
+        words = {None: "by the whole model"}
+        return [
+            f"padding skipped {words.get(reason, f'inside attention only: {reason}')} ({count}x)"
+            for reason, count in self.unpadded.items()
+        ]
 
     def unwrapped(self, module):
         """Whether accelerate has taken back, since the patch, the wrapper that it had put around the forward."""
@@ -102,5 +114,26 @@ def base_forward(module, *args, **kwargs):
         cache = given.get("past_key_values")
         past = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         past = past if isinstance(past, int) else 0
-        given["attention_mask"] = Inputs(batch, length, mask, positions, *packed, weights=bool(weights), past=past)
+        inputs = Inputs(batch, length, mask, positions, *packed, weights=bool(weights), past=past)
+        given["attention_mask"] = inputs
+        if mask is not None and state.whole_model:
+            return _skip_padding(module, state, given, inputs)
+    return state.call(module, given)
+
+
+def _skip_padding(module, state, given, inputs):
+    reason, layout = wholemodel.obstacle(module, given, inputs, state.encoder), None
+    if reason is None:
+        layout = build_layout(
+            inputs.batch, inputs.length, inputs.length, mask=inputs.mask, position_ids=inputs.position_ids
+        )
+        if layout is None:  # nothing is padded or packed
+            given["attention_mask"] = Inputs(inputs.batch, inputs.length)
+            return state.call(module, given)
+        given["attention_mask"] = layout
+        reason = wholemodel.layout_obstacle(module, given, layout)
+    if not torch.compiler.is_compiling() and reason != "no padding":
+        state.unpadded[reason] += 1
+    if reason is None:
+        return wholemodel.forward(module, lambda kept: state.call(module, kept), given, layout)
     return state.call(module, given)

@@ -155,6 +155,7 @@ class Layout:
     queries, keys   Rows, or None where the grid is dense
     left_pad  (batch,) int32, where each row's tokens are one run that reaches the newest key
     gaps      whether padding lies between tokens, or may (a sliding window counts places, padding included)
+    padded_start  whether a row may begin with padding
     cross     whether the mask speaks of the keys alone
     pending   whether the layers' own keyword arguments may still say that the batch is packed
     """
@@ -165,7 +166,7 @@ class Layout:
         self.batch, self.q_length, self.kv_length = batch, q_length, kv_length
         self.mask, self.used, self.weights = mask, used, weights
         self.starts = self.queries = self.keys = self.left_pad = None
-        self.gaps = self.cross = self.pending = False
+        self.gaps = self.padded_start = self.cross = self.pending = False
         self.completed = None
 
     def dim(self):
@@ -269,9 +270,10 @@ class Layout:
         if torch.compiler.is_compiling():
             self.queries, self.keys, self.gaps = queries, keys, self.mask is not None
             return
-        facts = torch.stack([total, longest, documents, q_total, q_longest, one_run, gaps])
-        total, longest, documents, q_total, q_longest, one_run, gaps = facts.tolist()
-        self.gaps = bool(gaps)
+        late = (~mask[:, 0]).any().to(total.dtype)
+        facts = torch.stack([total, longest, documents, q_total, q_longest, one_run, gaps, late])
+        total, longest, documents, q_total, q_longest, one_run, gaps, late = facts.tolist()
+        self.gaps, self.padded_start = bool(gaps), bool(late)
         if self.starts is not None and documents == self.batch:
             self.starts = None
         if total == self.batch * n and self.starts is None and self.used is None:

@@ -86,9 +86,9 @@ class Patch:
         self.forwards.append((module, value, name in module.__dict__, module.__dict__.get(name)))
         setattr(module, name, value)
 
-    def bind(self, module, function, base=None):
+    def bind(self, module, function, **options):
         name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-        setattr(module, forward.STATE, forward.State(module, module.__dict__.get(name), base))
+        setattr(module, forward.STATE, forward.State(module, module.__dict__.get(name), **options))
         self.set_forward(module, forward.BoundForward(function, module))
 
     def revert(self):
@@ -164,13 +164,15 @@ def on_interface(module):
     )
 
 
-def patch_model(model, strict=False):
+def patch_model(model, strict=False, whole_model=True):
     """Make a model that is already loaded use hf_flash's attention, in place.
 
     Args:
         model: a transformers model, or anything that holds one: PeftModel, DistributedDataParallel, FSDP, the result of
             torch.compile or accelerate's prepare, a container.
         strict: raise RuntimeError where a call cannot be fused, instead of taking the stock path for that call.
+        whole_model: skip padding in the whole model, not in attention alone, in forwards that keep no cache. In training
+            a cache counts as kept only if use_cache=True is passed. `report` says which was done, and why.
 
     Returns:
         The same object. Parameters, state-dict keys, class names, signatures and what save_pretrained writes stay as
@@ -191,9 +193,9 @@ def patch_model(model, strict=False):
     plans = [_plan(top, strict) for top in tops]
     for top, adapter, modules in plans:
         if PATCH in top.__dict__:
-            _set_strict(top, modules, strict)
+            _adjust(top, modules, strict, whole_model)
         else:
-            _patch(model, top, adapter, modules, strict, version)
+            _patch(model, top, adapter, modules, strict, whole_model, version)
     return model
 
 
@@ -220,7 +222,7 @@ def _plan(top, strict):
     return top, adapter, modules
 
 
-def _patch(model, top, adapter, modules, strict, version):
+def _patch(model, top, adapter, modules, strict, whole_model, version):
     from transformers import PreTrainedModel
 
     base = top.base_model
@@ -241,14 +243,16 @@ def _patch(model, top, adapter, modules, strict, version):
                 patch.set_forward(module, value)
             else:
                 patch.set(module, name, value)
-    patch.bind(base, forward.base_forward)
+    encoder = "bidirectional" in adapter.features and not getattr(base.config, "is_decoder", False)
+    patch.bind(base, forward.base_forward, whole_model=whole_model, encoder=encoder)
     if top is not base and version < adapter.kwargs_since:
-        patch.bind(top, forward.top_forward, base)
+        patch.bind(top, forward.top_forward, base=base)
     top.__dict__[PATCH] = patch
 
 
-def _set_strict(top, modules, strict):
+def _adjust(top, modules, strict, whole_model):
     top.__dict__[PATCH].strict = strict
+    getattr(top.base_model, forward.STATE).whole_model = whole_model
     for _, module in modules:
         getattr(module, RECORD).strict = strict
 

@@ -45,6 +45,8 @@ def self_attention(module, hidden_states, attention_mask=None, head_mask=None, e
 
 def extended_mask(base, attention_mask, input_shape, device=None, dtype=None):
     """`get_extended_attention_mask` of the base model on transformers 4.57: the Layout instead of a dense mask."""
+    if isinstance(attention_mask, Layout):
+        return attention_mask
     if not isinstance(attention_mask, Inputs):
         return type(base).get_extended_attention_mask(base, attention_mask, input_shape)
     given = attention_mask

@@ -1,0 +1,102 @@
+"""Whole-model unpadding: tokens leave their padding before the first layer and return to it after the last.
+
+Embeddings, norms, projections and MLPs then skip the padding too. It is exact at every token where no cache is kept,
+because everything outside attention works token by token, and positions are gathered with the tokens.
+"""
+
+import torch
+
+from .layout import Layout, Rows
+
+UNFIT = ("head_mask", "encoder_hidden_states", "cache", "past_key_values")
+
+
+def obstacle(module, given, inputs, encoder):
+    """Why this forward skips padding inside attention only, or None. Reads no value from the device."""
+    config = module.config
+    if torch.compiler.is_compiling():
+        return "torch.compile keeps static sizes"
+    if inputs.mask.shape[1] != inputs.length:
+        return "the mask is longer than the input (a cache or a prefix)"
+    if inputs.cu_seqlens is not None:
+        return "cu_seq_lens came with a mask"
+    if inputs.weights:
+        return "attention weights are wanted"
+    for name in UNFIT:
+        if given.get(name) is not None:
+            return f"{name} was given"
+    if not encoder and _keeps_cache(module, given):
+        return "a cache is kept (pass use_cache=False)"
+    if any(getattr(given.get(name), "ndim", 2) != 2 for name in ("input_ids", "position_ids", "token_type_ids")):
+        return "inputs have more than one axis of tokens"
+    if getattr(config, "chunk_size_feed_forward", 0):
+        return "the feed-forward is chunked along the sequence"
+    if getattr(config, "position_embedding_type", "absolute") not in (None, "absolute"):
+        return "the model adds a position bias"
+    rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope"):
+        return "rotary frequencies depend on the padded length"
+    return None
+
+
+def _keeps_cache(module, given):
+    """In training nobody reads the cache that a default asks for: it is left out."""
+    if given.get("use_cache") is None and module.training and torch.is_grad_enabled():
+        return False
+    wanted = given.get("use_cache")
+    return bool(getattr(module.config, "use_cache", False) if wanted is None else wanted)
+
+
+def layout_obstacle(module, given, layout):
+    """Why a layout that is measured by now cannot leave its padding, or None."""
+    if layout.keys is None or layout.keys.indices is None:
+        return "no padding"
+    if layout.keys.max_length == 0:
+        return "no tokens"
+    if layout.gaps and getattr(module.config, "sliding_window", None):
+        return "a sliding window counts the padding between tokens"
+    if getattr(module, "pooler", None) is not None and layout.padded_start:
+        return "the pooler reads the first place, which is padding"
+    return None
+
+
+def forward(module, call, given, layout):
+    """Run `call(given)`, the base model's own forward, on the tokens alone and put its outputs back into the grid."""
+    rows, batch, length = layout.keys, layout.batch, layout.q_length
+    given = {name: value for name, value in given.items() if name != "cache_position"}
+    tokens = given.get("input_ids")
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    device = tokens.device
+    indices, total = rows.indices.to(device), rows.indices.shape[0]
+    if given.get("position_ids") is None:
+        given["position_ids"] = torch.arange(length, device=device)[None]
+    for name in ("input_ids", "token_type_ids", "position_ids"):
+        if given.get(name) is not None:
+            given[name] = (
+                given[name].expand(batch, length).flatten().index_select(0, indices.to(given[name].device))[None]
+            )
+    if given.get("inputs_embeds") is not None:
+        given["inputs_embeds"] = given["inputs_embeds"].flatten(0, 1).index_select(0, indices)[None]
+    packed = Layout(1, total, total)
+    packed.queries = packed.keys = Rows(None, rows.cu_seqlens.to(device), rows.max_length)
+    packed.starts = torch.zeros(1, total + 1, dtype=torch.bool, device=device)
+    packed.starts[0, rows.cu_seqlens.long()] = True
+    packed.starts = packed.starts[:, :total]
+    given["attention_mask"] = packed
+    given["use_cache"] = False
+
+    def spread(value):
+        if isinstance(value, torch.Tensor) and value.shape[:2] == (1, total):
+            return rows.to(value.device).scatter(value[0], batch, length)
+        return tuple(spread(item) for item in value) if isinstance(value, tuple) else value
+
+    output = call(given)
+    pooler = getattr(module, "pooler", None)
+    if isinstance(output, tuple):
+        output = spread(output)
+        return output if pooler is None else (output[0], pooler(output[0]), *output[2:])
+    for name, value in list(output.items()):
+        output[name] = spread(value)
+    if pooler is not None:
+        output["pooler_output"] = pooler(output["last_hidden_state"])
+    return output

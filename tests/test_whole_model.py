@@ -1,0 +1,200 @@
+"""Whole-model unpadding: layers see tokens alone, outputs equal stock at every token, and where it cannot be exact the
+report says why padding was skipped inside attention only."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from families import (
+    ENCODERS,
+    FAMILIES,
+    assert_gradients_close,
+    assert_rows_close,
+    hidden_of,
+    make,
+    mask_of,
+    pair,
+    position_ids,
+    tokens,
+)
+
+import hf_flash
+from hf_flash import layout
+
+transformers.logging.set_verbosity_error()
+PADDED = ("right", "left", "both", "holes")
+
+
+def first_layer(model):
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))[0]
+
+
+def widths(model):
+    """The number of places that the first layer works on, one entry for each forward."""
+    seen = []
+    first_layer(model).register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[:2].numel()),
+        with_kwargs=True,
+    )
+    return seen
+
+
+def no_cache(name):
+    return {} if name in ENCODERS else {"use_cache": False}
+
+
+@pytest.mark.parametrize("kind", PADDED)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_see_tokens_alone_and_hidden_states_equal_stock(name, kind):
+    stock, ours = pair(name)
+    mask, seen = mask_of(kind), widths(ours)
+    given = {"input_ids": tokens(), "attention_mask": mask, "output_hidden_states": True, **no_cache(name)}
+    found, expected = ours(**given), stock(**given)
+    assert seen == [int(mask.sum())]
+    assert_rows_close(found.logits, expected.logits, mask)
+    assert len(found.hidden_states) == len(expected.hidden_states)
+    for ours_state, stock_state in zip(found.hidden_states, expected.hidden_states):
+        assert ours_state.shape == stock_state.shape
+        assert_rows_close(ours_state, stock_state, mask)
+    assert "padding skipped by the whole model (1x)" in str(hf_flash.report(ours))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_unpads_by_default_and_evaluation_keeps_the_cache(name):
+    model = hf_flash.patch_model(make(name))
+    seen, given = widths(model), {"input_ids": tokens(), "attention_mask": mask_of("right")}
+    model.train()(**given)
+    assert seen.pop() == int(given["attention_mask"].sum())
+    output = model.eval()(**given)
+    if name in ENCODERS:
+        assert seen.pop() == int(given["attention_mask"].sum())
+    else:
+        assert seen.pop() == 36 and output.past_key_values is not None
+        assert "inside attention only: a cache is kept (pass use_cache=False) (1x)" in str(hf_flash.report(model))
+
+
+@pytest.mark.parametrize("how", ["input_ids", "inputs_embeds", "tuple"])
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "gptj"])
+def test_other_inputs_and_outputs_are_gathered_and_spread(name, how):
+    stock, ours = pair(name, "AutoModel")
+    mask = mask_of("right")
+    given = {"input_ids": tokens(), "attention_mask": mask, **no_cache(name)}
+    if name in ("bert", "gpt2"):
+        given["token_type_ids"] = torch.randint(0, 2, mask.shape)
+    if how == "inputs_embeds":
+        given["inputs_embeds"] = stock.get_input_embeddings()(given.pop("input_ids")).detach()
+    if how == "tuple":
+        given["return_dict"] = False
+    seen = widths(ours)
+    found, expected = ours(**given), stock(**given)
+    assert seen == [int(mask.sum())] and len(found) == len(expected)
+    for ours_value, stock_value in zip(found if how == "tuple" else found.values(), tuple(expected) if how == "tuple"
+                                       else expected.values()):  # fmt: skip
+        assert ours_value.shape == stock_value.shape
+        assert_rows_close(ours_value, stock_value, mask if ours_value.ndim == 3 else torch.ones(3))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpointed_gradients_equal_stock(name, reentrant):
+    stock, ours = pair(name)
+    mask = mask_of("holes")
+    ids = tokens()
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for model in (stock, ours):
+        model.train()
+        if reentrant:
+            model.enable_input_require_grads()
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=position_ids(mask)).logits
+        logits[mask.bool()].square().mean().backward()
+    assert_gradients_close(ours, stock)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_and_padded_rows_are_unpadded_with_their_positions(name):
+    stock, ours = pair(name)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 0], [0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    mask = torch.tensor([[1] * 7 + [0] * 2, [1] * 9])
+    ids, seen = tokens(2, 9), widths(ours)
+    found = hidden_of(ours(input_ids=ids, attention_mask=mask, position_ids=positions, **no_cache(name)))
+    assert seen == [16]
+    for row, start, n in ((0, 0, 3), (0, 3, 4), (1, 0, 5), (1, 5, 4)):
+        part = slice(start, start + n)
+        lone = hidden_of(stock(input_ids=ids[row : row + 1, part], position_ids=positions[row : row + 1, part]))
+        assert_rows_close(found[row : row + 1, part], lone, torch.ones(1, n))
+
+
+def test_metadata_is_made_once_and_nothing_is_gathered_without_padding(monkeypatch):
+    made = []
+    monkeypatch.setattr(layout, "_rows", lambda *a, f=layout._rows: (made.append(1), f(*a))[1])
+    for name in FAMILIES:
+        model = hf_flash.patch_model(make(name)).train()
+        seen = widths(model)
+        model(input_ids=tokens(), attention_mask=mask_of("both"))
+        assert len(made) == 1, name
+        made.clear()
+        model(input_ids=tokens(), attention_mask=mask_of("full"))
+        assert len(made) == 1 and seen[-1] == 36, name
+        made.clear()
+        assert len(hf_flash.report(model).notes) == 1
+
+
+def test_it_can_be_switched_off():
+    model = hf_flash.patch_model(make("llama"), whole_model=False).train()
+    seen, given = widths(model), {"input_ids": tokens(), "attention_mask": mask_of("right")}
+    model(**given)
+    assert seen.pop() == 36 and not hf_flash.report(model).notes
+    hf_flash.patch_model(model)(**given)
+    assert seen.pop() == 25
+
+
+@pytest.mark.parametrize("case", ["weights", "pooler", "window", "chunked", "longrope", "encoder"])
+def test_it_steps_back_with_the_reason(case):
+    mask = mask_of("left")
+    given, head, changes = {"input_ids": tokens(), "use_cache": False}, None, {}
+    if case == "weights":
+        name, reason, given["output_attentions"] = "gpt2", "attention weights are wanted", True
+    elif case == "pooler":
+        name, head, reason = "bert", "AutoModel", "the pooler reads the first place, which is padding"
+    elif case == "window":
+        name, mask, reason = "mistral-window", mask_of("holes"), "a sliding window counts the padding between tokens"
+    elif case == "chunked":
+        name, reason, changes = "bert", "the feed-forward is chunked along the sequence", {"chunk_size_feed_forward": 4}
+        given = {"input_ids": tokens()}
+    elif case == "longrope":
+        name, reason = "phi3", "rotary frequencies depend on the padded length"
+        factors = {"rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+                   "rope_theta": 10000.0}  # fmt: skip
+        changes = {"rope_scaling": factors, "original_max_position_embeddings": 64}
+    else:
+        name, reason, changes = "gpt2", "encoder_hidden_states was given", {"add_cross_attention": True}
+        given["encoder_hidden_states"] = torch.randn(3, 4, 64)
+    stock, ours = pair(name, head, **changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, expected = (hidden_of(model(attention_mask=mask, **given)) for model in (ours, stock))
+    assert f"padding skipped inside attention only: {reason} (1x)" in str(hf_flash.report(ours))
+    assert_rows_close(found, expected, mask)
+
+
+def test_generation_without_a_cache_unpads_every_step():
+    stock, ours = pair("llama")
+    mask = mask_of("left")
+    ids, seen = tokens().masked_fill(mask == 0, 0), widths(ours)
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False, "pad_token_id": 0, "eos_token_id": None}
+    found = ours.generate(input_ids=ids, attention_mask=mask, **options)
+    assert torch.equal(found, stock.generate(input_ids=ids, attention_mask=mask, **options))
+    assert seen == [25, 28, 31, 34]
+
+
+def test_autocast_and_half_precision_come_back_in_their_dtype():
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in FAMILIES:
+            stock, ours = (model.to(dtype).train() for model in pair(name))
+            given = {"input_ids": tokens(), "attention_mask": mask_of("right")}
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+                found, expected = hidden_of(ours(**given)), hidden_of(stock(**given))
+            assert found.dtype == expected.dtype
+            rows = given["attention_mask"].bool()
+            assert (found - expected)[rows].abs().max() < 0.1 * expected[rows].abs().max()
