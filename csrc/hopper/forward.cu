@@ -2,136 +2,48 @@
 // copies tiles by TMA, consumer warpgroups of 64 query rows each run softmax(Q K^T) V with S and P in registers.
 //   q (batch, seq_q, heads, head_dim)   k, v (batch, seq_k, kv_heads, head_dim), or packed by cu_seqlens
 //   out like q                          lse (batch, heads, seq_q) or (heads, total_q), fp32
-#include "forward.cuh"
+#include "forward_producer.cuh"
 
 namespace hf_flash {
 namespace hopper {
 
 // Named barriers, one per consumer warpgroup from each of these on; 0 is __syncthreads.
 constexpr int kGroupBarrier = 1, kTurnBarrier = 4;
-constexpr int kNoTile = -1;
 
-// Fills in which tile of queries comes next. position counts tiles of sequence `batch` if lengths are ragged, else all.
-template <class C> HF_DEVICE void describe_work(Work& w, const ForwardArguments& a, int position, int batch) {
-  const Params& p = a.p;
-  if (a.ragged) {
-    const TilePosition at(a, position, ceil_div(Sequence(p, batch).q_length, C::kTileQ), p.heads);
-    w.head = at.head;
-    w.first_row = at.query_tile * C::kTileQ;
-  } else {
-    const TilePosition at(a, position, a.query_tiles, p.heads * p.batch);
-    batch = at.head / p.heads;
-    w.head = at.head % p.heads;
-    w.first_row = at.query_tile * C::kTileQ;
-  }
-  const Sequence s(p, batch);
-  w.batch = batch;
-  w.kv_head = w.head / (p.heads / p.kv_heads);
-  w.q_length = s.q_length;
-  w.k_length = s.k_length;
-  w.lse_offset = s.lse_base(p, batch, w.head);
-  w.q = a.q_rows.sequence(batch, s.q_row, s.q_length);
-  w.k = a.k_rows.sequence(batch, s.k_row, s.k_length);
-  w.v = a.v_rows.sequence(batch, s.k_row, s.k_length);
-  const Mask mask(s.q_length, s.k_length, p.window_left, p.window_right);
-  const int last_row = min(w.first_row + C::kTileQ, s.q_length);
-  const Range keys = mask.keys(w.first_row, last_row), seen_by_all = mask.keys_seen_by_all(w.first_row, last_row);
-  w.key_tiles = {keys.begin / C::kTileK, keys.empty() ? keys.begin / C::kTileK : ceil_div(keys.end, C::kTileK)};
-  w.unmasked_tiles = {ceil_div(seen_by_all.begin, C::kTileK), seen_by_all.end / C::kTileK};
-}
-
-// Warp 0 of the producer: which tile comes next. It is taken when keys_loaded_soon says that the current tile is nearly
-// loaded: early enough to hide the time it takes, late enough that CTAs end together.
-template <class C> HF_DEVICE void schedule(const ForwardArguments& a, ForwardShared<C>& s, int lane) {
-  const Params& p = a.p;
-  RaggedCursor<C::kTileQ> cursor;
-  HF_NO_UNROLL
-  for (int tile = blockIdx.x, count = 0;; ++count) {
-    if (count > 0) {
-      if (a.one_tile) {
-        tile = kNoTile;
-      } else {
-        if (lane == 0) {
-          mbarrier_wait(&s.keys_loaded_soon, (count & 1) ^ 1);
-          tile = gridDim.x + atomicAdd(&p.tile_counter[0], 1);
-        }
-        tile = __shfl_sync(~0u, tile, 0);
-      }
-    }
-    int position = tile, batch = 0;
-    const bool found = tile != kNoTile && (a.ragged ? cursor.find(p, lane, position, batch)
-                                                    : position < a.query_tiles * p.heads * p.batch);
-    if (lane == 0) {
-      mbarrier_wait(&s.work_released[count & 1], (count >> 1 & 1) ^ 1);
-      if (found)
-        describe_work<C>(s.work[count & 1], a, position, batch);
-      else
-        s.work[count & 1].first_row = kNoTile;
-      mbarrier_arrive(&s.work_arrived[count & 1]);
-    }
-    if (!found) break;
-  }
-  // The last CTA to finish leaves both counters zero.
-  if (!a.one_tile && lane == 0 && atomicAdd(&p.tile_counter[1], 1) == int(gridDim.x) - 1) {
-    p.tile_counter[0] = 0;
-    p.tile_counter[1] = 0;
-  }
-}
-
-// One thread of warp 1: loads K and V, from the last key tile to the first, K one step ahead of V.
-template <class C> HF_DEVICE void load_keys(const ForwardArguments& a, ForwardShared<C>& s) {
+// A warpgroup's rows of O go out through shared memory: from Q's rows once all four warps are done with them, or from a
+// buffer of their own once the previous tile's store has left it.
+template <class C>
+HF_DEVICE void store_out(const ForwardArguments& a, ForwardShared<C>& s, const Work& w,
+                         const float (&out)[C::kHeadDim / 2], const float (&factor)[2], int group, int warp, int lane) {
   using Tile = typename C::Tile;
-  Ring<C::kStages> k, v;
-  HF_NO_UNROLL
-  for (int count = 0;; ++count) {
-    mbarrier_wait(&s.work_arrived[count & 1], count >> 1 & 1);
-    const Work& w = s.work[count & 1];
-    if (w.first_row < 0) break;
-    const int begin = w.key_tiles.begin, end = w.key_tiles.end;
-    HF_NO_UNROLL
-    for (int j = end - 1; j >= begin - 1; --j) {
-      if (j == min(end - 1, begin)) mbarrier_arrive(&s.keys_loaded_soon);
-      if (j >= begin) {
-        mbarrier_wait(&s.k_released[k.stage], k.phase ^ 1);
-        mbarrier_expect_bytes(&s.k_arrived[k.stage], Tile::bytes(C::kTileK));
-        Tile::template load<C::kTileK>(s.k[k.stage], &a.k, &s.k_arrived[k.stage], a.copies, w.k.row + j * C::kTileK,
-                                       w.kv_head, w.k.outer);
-        k.advance();
-      }
-      if (j < end - 1) {
-        mbarrier_wait(&s.v_released[v.stage], v.phase ^ 1);
-        mbarrier_expect_bytes(&s.v_arrived[v.stage], Tile::bytes(C::kTileK));
-        Tile::template load<C::kTileK>(s.v[v.stage], &a.v, &s.v_arrived[v.stage], a.copies,
-                                       w.v.row + (j + 1) * C::kTileK, w.kv_head, w.v.outer);
-        v.advance();
-      }
+  const bool leader = threadIdx.x % 128 == 0;
+  char* const staged = C::kOutputInQ ? s.q[group] : s.out[group];
+  const int store_lane = opaque(lane), store_row = warp % 4 * 16 + store_lane % 16;
+  if (!C::kOutputInQ && leader) bulk_wait_read<0>();
+  barrier_sync(kGroupBarrier + group, 128);
+  HF_UNROLL
+  for (int i = 0; i < C::kHeadDim / 16; ++i) {
+    uint32_t x[4];
+    HF_UNROLL
+    for (int e = 0; e < 4; ++e)
+      x[e] = pack<typename C::Element>(out[8 * i + 2 * e] * factor[e % 2], out[8 * i + 2 * e + 1] * factor[e % 2]);
+    const int offset = Tile::template chunk_offset<64>(store_row, 2 * i + store_lane / 16);
+    store_matrix_x4(shared_address(staged) + offset, x[0], x[1], x[2], x[3]);
+  }
+  fence_async_shared();
+  barrier_sync(kGroupBarrier + group, 128);
+  if (leader) {
+    Tile::template store<64>(&a.out, staged, a.copies, w.q.row + w.first_row + group * 64, w.head, w.q.outer);
+    bulk_commit();
+    if (C::kOutputInQ) {
+      bulk_wait_read<0>();
+      mbarrier_arrive(&s.q_released[group]);
     }
-    mbarrier_arrive(&s.work_released[count & 1]);
   }
 }
 
-// One thread of warp 2: loads Q, each consumer warpgroup's rows as soon as their buffer is free.
-template <class C> HF_DEVICE void load_queries(const ForwardArguments& a, ForwardShared<C>& s) {
-  HF_NO_UNROLL
-  for (int count = 0;; ++count) {
-    mbarrier_wait(&s.work_arrived[count & 1], count >> 1 & 1);
-    const Work& w = s.work[count & 1];
-    if (w.first_row < 0) break;
-    HF_NO_UNROLL
-    for (int group = 0; group < C::kConsumers; ++group) {
-      mbarrier_wait(&s.q_released[group], (count & 1) ^ 1);
-      const int row = w.first_row + group * 64;
-      if (row < w.q_length) {
-        mbarrier_expect_bytes(&s.q_arrived[group], C::Tile::bytes(64));
-        C::Tile::template load<64>(s.q[group], &a.q, &s.q_arrived[group], a.copies, w.q.row + row, w.head, w.q.outer);
-      } else {
-        mbarrier_arrive(&s.q_arrived[group]);   // no rows: whatever Q holds, nothing of it is stored
-      }
-    }
-    mbarrier_arrive(&s.work_released[count & 1]);
-  }
-}
-
+// A consumer warpgroup: each step issues S = Q K^T of tile j and then O += P V of tile j + 1, so that the softmax of
+// tile j runs under the latter.
 template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShared<C>& s, int group, int warp) {
   using Element = typename C::Element;
   using Tile = typename C::Tile;
@@ -221,7 +133,6 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
         if constexpr (kDropout) drop(scores, p, w, row, j * kTileK + tile_column);
         to_probabilities(scores);
       }
-      // S of tile j is computed while softmax of it waits for nothing but S, and runs under P V of tile j + 1.
       auto step = [&](int j, auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
         Scores scores;
@@ -279,39 +190,13 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
       mbarrier_arrive(&s.q_released[group]);
     }
     if (p.lse != nullptr && lane % 4 == 0) {
-      float* lse = p.lse + w.lse_offset;
+      float* const lse = p.lse + w.lse_offset;
       HF_UNROLL
       for (int r = 0; r < 2; ++r)
         if (row + 8 * r < w.q_length) lse[row + 8 * r] = softmax.lse(r, scale);
     }
-    // O goes out through shared memory: from Q's rows once all four warps are done with them, or from its own buffer
-    // once the previous tile's store has left it.
-    char* const staged = C::kOutputInQ ? s.q[group] : s.out[group];
-    const int store_lane = opaque(lane), store_row = warp % 4 * 16 + store_lane % 16;
-    if (!C::kOutputInQ && leader) bulk_wait_read<0>();
-    barrier_sync(kGroupBarrier + group, 128);
-    HF_UNROLL
-    for (int i = 0; i < kHeadDim / 16; ++i) {
-      uint32_t x[4];
-      HF_UNROLL
-      for (int e = 0; e < 4; ++e)
-        x[e] = pack<Element>(out[8 * i + 2 * e] * factor[e % 2], out[8 * i + 2 * e + 1] * factor[e % 2]);
-      const int offset = Tile::template chunk_offset<64>(store_row, 2 * i + store_lane / 16);
-      store_matrix_x4(shared_address(staged) + offset, x[0], x[1], x[2], x[3]);
-    }
-    fence_async_shared();
-    barrier_sync(kGroupBarrier + group, 128);
-    if (leader) {
-      const int first = w.first_row + group * 64;
-      if (first < w.q_length)
-        Tile::template store<64>(&a.out, staged, a.copies, w.q.row + first, w.head, w.q.outer);
-      bulk_commit();
-      if (C::kOutputInQ) {
-        bulk_wait_read<0>();
-        mbarrier_arrive(&s.q_released[group]);
-      }
-      mbarrier_arrive(&s.work_released[count & 1]);
-    }
+    store_out<C>(a, s, w, out, factor, group, warp, lane);
+    if (leader) mbarrier_arrive(&s.work_released[count & 1]);
   }
   if (leader) bulk_wait_read<0>();     // shared memory must outlive the last store
 }

@@ -1,4 +1,4 @@
-// Forward attention for Hopper: the pieces of its kernel. Shapes are in hf_flash.h and sequence.cuh.
+// Forward attention for Hopper: its configuration, shared memory, softmax and what is done to scores.
 #pragma once
 #include "../mask.cuh"
 #include "../philox.cuh"
@@ -78,64 +78,6 @@ template <int kStages> struct Ring {
     if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
-    }
-  }
-};
-
-// Finds the sequence that a tile belongs to. Tiles are numbered sequence by sequence, in classes of falling key count,
-// so that what remains for the end is short. Called by a whole warp with rising tiles, it resumes where it stopped.
-template <int kTileQ> struct RaggedCursor {
-  static constexpr int kClasses = 6;   // class c: keys in (seq_k / 2^(c+1), seq_k / 2^c]; the last has all shorter ones
-  int size_class = 0, first_batch = 0, tiles_before = 0;
-
-  // On success batch is set and tile counts from its first one.
-  HF_DEVICE bool find(const Params& p, int lane, int& tile, int& batch) {
-    HF_NO_UNROLL
-    while (size_class < kClasses) {
-      int tiles = 0;
-      if (first_batch + lane < p.batch) {
-        const Sequence s(p, first_batch + lane);
-        const bool not_longer = size_class == 0 || s.k_length <= p.seq_k >> size_class;
-        const bool not_shorter = size_class == kClasses - 1 || s.k_length > p.seq_k >> (size_class + 1);
-        if (not_longer && not_shorter) tiles = ceil_div(s.q_length, kTileQ) * p.heads;
-      }
-      int end = tiles;                 // inclusive prefix sum over the warp
-      HF_UNROLL
-      for (int i = 1; i < 32; i *= 2) {
-        const int other = __shfl_up_sync(~0u, end, i);
-        if (lane >= i) end += other;
-      }
-      const uint32_t behind = __ballot_sync(~0u, tiles_before + end > tile);
-      if (behind != 0) {
-        const int owner = __ffs(behind) - 1;
-        batch = first_batch + owner;
-        tile -= tiles_before + __shfl_sync(~0u, end - tiles, owner);
-        return true;
-      }
-      tiles_before += __shfl_sync(~0u, end, 31);
-      first_batch += 32;
-      if (first_batch >= p.batch) {
-        first_batch = 0;
-        ++size_class;
-      }
-    }
-    return false;
-  }
-};
-
-// Tile number -> query tile and head, among `heads` heads of `query_tiles` tiles each.
-struct TilePosition {
-  int query_tile, head;
-  HF_DEVICE TilePosition(const ForwardArguments& a, int tile, int query_tiles, int heads) {
-    if (a.longest_first) {             // within a section of heads; every head's last tile before any other
-      const int section = tile / (query_tiles * a.section_heads) * a.section_heads;
-      const int section_heads = min(a.section_heads, heads - section);
-      tile -= section * query_tiles;
-      query_tile = query_tiles - 1 - tile / section_heads;
-      head = section + tile % section_heads;
-    } else {
-      query_tile = tile % query_tiles;
-      head = tile / query_tiles;
     }
   }
 };
