@@ -23,7 +23,6 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
-from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "libhf_flash.so"
@@ -476,12 +475,6 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]  # a C ABI: one wheel for every Python and every torch
 
 
-class SourcesOnly(sdist):
-    def make_distribution(self):
-        self.filelist.exclude_pattern("*.so", anchor=False)
-        super().make_distribution()
-
-
 if __name__ == "__main__":
     if sys.platform != "linux":
         raise BuildError(f"hf_flash: Linux only; {sys.platform} is not supported")
@@ -491,5 +484,5 @@ if __name__ == "__main__":
         package_data={"hf_flash": ["py.typed"]},
         # optional: an installation without nvcc has no library, and that is no error
         ext_modules=[Extension("hf_flash.libhf_flash", ["csrc/api.cu"], optional=True)],
-        cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython, "sdist": SourcesOnly},
+        cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
     )

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -284,7 +285,7 @@ def tree(tmp_path_factory):
     for name in ("hf_flash", "patches", "csrc"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -378,6 +379,21 @@ def test_a_kept_library_is_packed_and_no_build_runs(tree, tmp_path):
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         assert wheel.read(f"hf_flash/{build.LIBRARY}") == b"kept"
     assert "hf_flash: compiling" not in done.stderr
+
+
+def test_a_source_distribution_has_everything_that_a_build_reads(tree, tmp_path):
+    source = tmp_path / "tree"
+    shutil.copytree(tree, source)
+    (source / "hf_flash" / build.LIBRARY).write_bytes(b"built here")
+    done = run(NO_TORCH + f"build_meta.build_sdist({str(tmp_path)!r})", source)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    read = [
+        p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".py", ".toml")
+    ]
+    assert set(read) - inside == set()
+    assert not [name for name in inside if name.endswith(".so")]
 
 
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
