@@ -307,7 +307,8 @@ def measure_row(row, modes, text, device, options, report):
                     if options.losses:
                         losses[mode] = measure_losses(row, mode, text, device, options.tiny, options.losses)
                     else:
-                        results.setdefault(mode, []).append(measure_mode(row, mode, text, device, options))
+                        measured = measure_mode(row, mode, text, device, options)
+                        results.setdefault(mode, []).append(measured)
             except Exception as error:
                 errors[mode] = reason_of(error, row)
                 tqdm.write(f"{row.name} {mode}: {errors[mode]}")
