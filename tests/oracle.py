@@ -11,22 +11,29 @@ import torch
 
 from hf_flash.reference import attention_reference
 
+NAMES = ("out", "lse", "dq", "dk", "dv")
 
-def assert_close(ours, exact, torchs, names):
-    """Tensors in three computations: ours, in fp64, in PyTorch at our dtype."""
-    for name, a, b, c in zip(names, ours, exact, torchs):
+
+def worst(a, b):
+    """The largest difference where b is finite."""
+    finite = torch.isfinite(b)
+    return (a.double() - b.double())[finite].abs().max().item() if finite.any() else 0.0
+
+
+def assert_close(ours, exact, torchs, names, luck=()):
+    """Tensors in three computations: ours, in fp64, in PyTorch at our dtype.
+
+    luck: further pairs (exact, torchs) of the same kind, so that the allowance of a small tensor is not its luck.
+    """
+    for i, (name, a, b, c) in enumerate(zip(names, ours, exact, torchs)):
         if b is None or b.numel() == 0:
             continue
         assert a.shape == b.shape, f"{name}: shape {tuple(a.shape)}, expected {tuple(b.shape)}"
-        a, c = a.double(), c.double()
         infinite = ~torch.isfinite(b)
-        assert torch.equal(a[infinite], b[infinite]), f"{name}: not -inf where no key is seen"
-        a, b, c = a[~infinite], b[~infinite], c[~infinite]
-        assert torch.isfinite(a).all(), f"{name}: not finite"
-        if b.numel() == 0:
-            continue
-        error, allowed = (a - b).abs().max().item(), 2 * (c - b).abs().max().item() + 1e-5
-        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+        assert torch.equal(a[infinite].double(), b[infinite]), f"{name}: not -inf where no key is seen"
+        assert torch.isfinite(a[~infinite]).all(), f"{name}: not finite"
+        allowed = 2 * max([worst(c, b), *(worst(t[i], e[i]) for e, t in luck)]) + 1e-5
+        assert worst(a, b) <= allowed, f"{name}: error {worst(a, b):.3g}, allowed {allowed:.3g}"
 
 
 class Case(NamedTuple):
@@ -119,26 +126,21 @@ def differentiate(out, lse, inputs, grad_out, grad_lse):
     return torch.autograd.grad(total, inputs)
 
 
-def fused(q, k, v):
-    """PyTorch's fused attention as the computation to measure against; it gives no lse, so that is the plain one."""
-    out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-    return out, attention_reference(q, k, v)[1]
-
-
-def check(function, q, k, v, *, grad_lse=False, torchs=None, **features):
-    """Runs function(q, k, v) -> (out, lse), and its gradients, against the oracle with the features given.
-
-    torchs: PyTorch's own computation in our dtype, (q, k, v) -> (out, lse); by default the plain matrix of scores.
-    """
+def check(function, q, k, v, *, grad_lse=False, **features):
+    """Runs function(q, k, v) -> (out, lse), and its gradients, against the oracle with the features given."""
     ours = leaves(q, k, v)
     out, lse = function(*ours)
-    grad_out = torch.randn_like(out)
-    lse_gradient = torch.randn_like(lse) if grad_lse else None
-    results = [(out, lse, *differentiate(out, lse, ours, grad_out, lse_gradient))]
-    for dtype in (torch.float64, q.dtype):
-        inputs = leaves(*(x.to(dtype) for x in (q, k, v)))
-        own = torchs is not None and dtype == q.dtype
-        o, s = torchs(*inputs) if own else attention_reference(*inputs, **features)
-        results.append((o, s, *differentiate(o, s, inputs, grad_out, lse_gradient)))
-    assert_close(*results, ("out", "lse", "dq", "dk", "dv"))
-    return results[0]
+    results = []
+    for _ in range(1 if out[..., 0].numel() * k.shape[-3] > 1e5 else 4):
+        grad_out = torch.randn_like(out)
+        lse_gradient = torch.randn_like(lse) if grad_lse else None
+        if not results:
+            mine = (out, lse, *differentiate(out, lse, ours, grad_out, lse_gradient))
+        pair = []
+        for dtype in (torch.float64, q.dtype):
+            inputs = leaves(*(x.to(dtype) for x in (q, k, v)))
+            o, s = attention_reference(*inputs, **features)
+            pair.append((o, s, *differentiate(o, s, inputs, grad_out, lse_gradient)))
+        results.append(pair)
+    assert_close(mine, *results[0], NAMES, luck=results[1:])
+    return mine
