@@ -33,7 +33,8 @@ HF_DEVICE void store_out(const ForwardArguments& a, ForwardShared<C>& s, const W
   fence_async_shared();
   barrier_sync(kGroupBarrier + group, 128);
   if (leader) {
-    Tile::template store<64>(&a.out, staged, a.copies, w.q.row + w.first_row + group * 64, w.head, w.q.outer);
+    const int row = w.first_row + group * 64;
+    if (row < w.q_length) Tile::template store<64>(&a.out, staged, a.copies, w.q.row + row, w.head, w.q.outer);
     bulk_commit();
     if (C::kOutputInQ) {
       bulk_wait_read<0>();
