@@ -6,6 +6,7 @@
 // dS also goes to shared memory for dq, which is added to an fp32 buffer in global memory in the order of fragments.
 #pragma once
 #include "../mask.cuh"
+#include "backward_dq_sum.cuh"
 #include "backward_plan.cuh"
 #include "backward_scores.cuh"
 
@@ -28,39 +29,6 @@ template <class Element_, int kHeadDim_, int kQueries_, int kPanelWidth_, Scores
   static constexpr int kPanels = OperandTile::kPanels;
   static_assert(kHeadDim % 16 == 0 && kQueries % 16 == 0 && kQueries <= 128, "wgmma takes 16 rows or columns a step");
   static_assert(!kGeneral || kQueries == 64, "ScoreTransform works on 32 accumulators");
-};
-
-// How the two warpgroups share dq of a tile. Queries not a multiple of 64: it is computed transposed, 64 columns of the
-// head each, of which the second may be partly idle (kThreads1 threads hold results). 64 queries: the first and the last
-// kColumns columns of the head, whole panels; where these overlap the second skips kSkip1 of its vectors. 128 queries: 64
-// rows each. The second warpgroup must not have a branch or a shape of its own, or ptxas serialises wgmma (C7519).
-template <class Config> struct DqSplit {
-  static constexpr int kHeadDim = Config::kHeadDim, kQueries = Config::kQueries, kPanelWidth = Config::kPanelWidth;
-  static constexpr bool kTransposed = kQueries % 64 != 0, kByColumns = kQueries == 64;
-  static constexpr int kColumns = round_up(kHeadDim / 2, kPanelWidth), kThreads1 = kTransposed ? 2 * (kHeadDim - 64) : 128;
-  static constexpr int kSkip1 = kByColumns ? (2 * kColumns - kHeadDim) / 8 : 0;
-  static constexpr int kVectors = kTransposed ? kQueries / 8 : kByColumns ? kColumns / 8 : kHeadDim / 8;   // float4
-  static constexpr int kFloats0 = kVectors * 4 * 128, kFloats1 = (kVectors - kSkip1) * 4 * kThreads1;
-  static_assert(kFloats0 + kFloats1 == kQueries * kHeadDim, "every element of dq has one owner");
-  static_assert((kHeadDim - kColumns) % kPanelWidth == 0, "an MN-major operand starts with a panel");
-
-  // First panel of k that a warpgroup's columns of dq come from.
-  static HF_DEVICE int first_panel(int warpgroup) {
-    return warpgroup * (kTransposed ? 64 : kByColumns ? kHeadDim - kColumns : 0) / kPanelWidth;
-  }
-  // Where vector i of a thread lies in a tile of the fp32 buffer, in floats.
-  static HF_DEVICE int offset(int warpgroup, int thread, int i) {
-    return warpgroup * (kFloats0 - kSkip1 * kThreads1 * 4) + (i * (warpgroup ? kThreads1 : 128) + thread) * 4;
-  }
-  static HF_DEVICE bool owns(int warpgroup, int thread, int i) {
-    return warpgroup == 0 || (thread < kThreads1 && i >= kSkip1);
-  }
-  // Row (query) and column of element e of vector i of a thread.
-  static HF_DEVICE void locate(int warpgroup, int thread, int i, int e, int& row, int& column) {
-    const int r = thread / 32 * 16 + thread % 32 / 4 + 8 * (e / 2), c = 8 * i + 2 * (thread % 4) + e % 2;
-    row = kTransposed ? c : kByColumns ? r : 64 * warpgroup + r;
-    column = kTransposed ? 64 * warpgroup + r : kByColumns ? warpgroup * (kHeadDim - kColumns) + c : c;
-  }
 };
 
 template <class Config> struct BackwardShared {
@@ -129,30 +97,20 @@ HF_DEVICE void load_operands(const BackwardArguments& a, const BackwardWork& w, 
   }
 }
 
-// A turn counts up as its owners are done; what they wrote before is visible to whoever has waited.
-HF_DEVICE void turn_wait(const int32_t* turn, int value) {
-  while (*static_cast<const volatile int32_t*>(turn) < value) __nanosleep(32);
-  __threadfence();
-}
-HF_DEVICE void turn_pass(int32_t* turn) {
-  __threadfence();
-  atomicAdd(turn, 1);
-}
-
-// One warp adds the part of dq that one consumer warpgroup computes. Deterministic: in ascending order of key tiles; a
-// tile's first addend comes from the first key tile that its queries see, its turn is given away when the sum is in memory.
+// One warp puts the part of dq that one consumer warpgroup computes into the fp32 buffer: it stores what comes first to a
+// tile and adds the rest. Deterministic: key tiles in ascending order, each when its predecessor's sum is in memory.
 template <class Config>
 HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s, int warpgroup) {
   using Split = DqSplit<Config>;
   constexpr int kQueries = Config::kQueries;
   const bool elected = threadIdx.x % 32 == 0, wanted = a.workspace.dq != nullptr;
   const float* const source = s.dq + warpgroup * Split::kFloats0;
-  int32_t* owed = nullptr;                  // the turn to give away once the last sum is in memory
+  const uint32_t bytes = 4 * (warpgroup ? Split::kFloats1 : Split::kFloats0);
+  int32_t* owed = nullptr;                  // the turn to pass on once this thread's last copy is in memory
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
     HF_NO_UNROLL
     for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
-      const int64_t index = w.statistics_tile + int64_t(head) * a.queries.tiles + tile;
       barrier_arrive(kDqFreeBarrier + warpgroup, 160);
       if (owed) {
         bulk_wait<0>();
@@ -161,14 +119,18 @@ HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, Backwar
       }
       barrier_sync(kDqFullBarrier + warpgroup, 160);
       if (elected && wanted) {
-        if (a.workspace.turns) {
-          owed = a.workspace.turns + 2 * index + warpgroup;
-          turn_wait(owed, w.key_tile - max(0, tile * kQueries + w.first_seen_key) / Config::kKeys);
-        }
+        const int64_t index = w.statistics_tile + int64_t(head) * a.queries.tiles + tile;
+        int32_t* const turn = a.workspace.turns + 2 * index + warpgroup;
+        const int place = w.key_tile - max(0, tile * kQueries + w.first_seen_key) / Config::kKeys;
+        const bool first = a.p.deterministic ? turn_wait(turn, place) : turn_claim(turn);
         float* const target = a.workspace.dq + index * (kQueries * Config::kHeadDim) + warpgroup * Split::kFloats0;
-        bulk_reduce_add(target, source, 4 * (warpgroup ? Split::kFloats1 : Split::kFloats0));
+        if (first)
+          bulk_store(target, source, bytes);
+        else
+          bulk_reduce_add(target, source, bytes);
         bulk_commit();
         bulk_wait_read<0>();
+        if (first || a.p.deterministic) owed = turn;
       }
       __syncwarp();
     }
@@ -401,50 +363,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
     registers_shrink<Config::kProducerRegisters>();
     if (threadIdx.x == 0) load_operands<Config>(a, w, s);
     if (warp == 1 || warp == 2) add_dq<Config>(a, w, s, warp - 1);
-  }
-}
-
-struct ConvertArguments {
-  Params p;
-  TileGrid queries;
-  BackwardWorkspace workspace;
-};
-
-// dq from fp32 fragments to its place in grad_q, scaled. One block converts one tile.
-template <class Config>
-__global__ void __launch_bounds__(256) backward_convert_kernel(const __grid_constant__ ConvertArguments a) {
-  using Element = typename Config::Element;
-  using Split = DqSplit<Config>;
-  constexpr int kHeadDim = Config::kHeadDim, kQueries = Config::kQueries, kRow = kHeadDim + 8;   // spreads the banks
-  HF_DYNAMIC_SHARED(memory);
-  auto* const tile = reinterpret_cast<Element*>(memory);   // [kQueries][kRow]
-  const TilePlace place = a.queries.place(blockIdx.x);
-  const Sequence sequence(a.p, place.batch);
-  const int first_row = place.tile * kQueries;
-  if (first_row >= sequence.q_length) return;
-
-  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
-  const float* const source =
-      a.workspace.dq + (a.queries.first_tile(place.batch, place.head) + place.tile) * (kQueries * kHeadDim);
-  HF_UNROLL
-  for (int i = 0; i < Split::kVectors; ++i) {
-    if (!Split::owns(warpgroup, thread, i)) continue;
-    const float4 f = *reinterpret_cast<const float4*>(source + Split::offset(warpgroup, thread, i));
-    const float x[4] = {f.x, f.y, f.z, f.w};
-    HF_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      int row, column;
-      Split::locate(warpgroup, thread, i, e, row, column);
-      tile[row * kRow + column] = Element(x[e] * a.p.scale);
-    }
-  }
-  __syncthreads();
-  Element* const grad_q = sequence.q_base<Element>(a.p.grad_q, place.head);
-  for (int i = threadIdx.x; i < kQueries * kHeadDim / 8; i += 256) {
-    const int row = i / (kHeadDim / 8), column = i % (kHeadDim / 8) * 8;
-    if (first_row + row < sequence.q_length && column < a.p.head_dim)
-      *reinterpret_cast<uint4*>(grad_q + (first_row + row) * a.p.grad_q.row_stride + column) =
-          *reinterpret_cast<const uint4*>(tile + row * kRow + column);
   }
 }
 

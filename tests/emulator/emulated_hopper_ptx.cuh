@@ -17,6 +17,7 @@ inline void mbarrier_arrive(uint64_t* barrier) { hf_emulator::mbarrier_arrive(ba
 inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) { hf_emulator::mbarrier_wait(barrier, parity); }
 inline void fence_mbarrier_init() {}
 inline void fence_async_shared() {}
+inline void fence_async_global() {}
 
 // Tensor copies: coordinates in elements, innermost first.
 inline void tma_load_3d(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2) {
@@ -43,6 +44,9 @@ inline void tma_prefetch(const CUtensorMap*) {}
 // One-dimensional bulk copies and the groups of bulk stores.
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
   hf_emulator::bulk_load(shared, global, bytes, barrier);
+}
+inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
+  hf_emulator::bulk_store(global, shared, bytes);
 }
 inline void bulk_reduce_add(float* global, const void* shared, uint32_t bytes) {
   hf_emulator::bulk_reduce_add(global, shared, bytes);
