@@ -1,5 +1,5 @@
-// Launches the backward pass on Hopper: a pass that prepares row statistics, then either one pass and a conversion of dq
-// (head dims up to 128) or one pass for dk and dv and one for dq (192, 256). Compiled once per head-dim tile.
+// Launches the backward pass on Hopper: a pass that prepares row statistics, then either one pass and a conversion of
+// dq (head dims up to 128) or one pass for dk and dv and one for dq (192, 256). Compiled once per head-dim tile.
 #include "backward.cuh"
 #include "backward_256_dkv.cuh"
 #include "backward_256_dq.cuh"
@@ -9,29 +9,30 @@ namespace hopper {
 
 // Calls call(Config{}) with the kernel that serves p best. Smaller query tiles waste less of short and causal loops.
 template <int kHeadDim, class Element, class Call> int64_t for_config(const Params& p, Call call) {
+  constexpr Scores kFull = Scores::kFull, kRight = Scores::kRight, kGeneral = Scores::kGeneral;
   const Scores scores = scores_of(p);
   if constexpr (kHeadDim == 64) {
-    if (scores == Scores::kGeneral) return call(BackwardConfig<Element, 64, 64, 32, Scores::kGeneral>{});
-    if (scores == Scores::kRight) return call(BackwardConfig<Element, 64, 128, 64, Scores::kRight>{});
-    return call(BackwardConfig<Element, 64, 128, 64, Scores::kFull>{});
+    if (scores == kGeneral) return call(BackwardConfig<Element, 64, 64, 32, kGeneral>{});
+    if (scores == kRight) return call(BackwardConfig<Element, 64, 128, 64, kRight>{});
+    return call(BackwardConfig<Element, 64, 128, 64, kFull>{});
   } else if constexpr (kHeadDim == 80) {
-    if (scores == Scores::kGeneral) return call(BackwardConfig<Element, 80, 64, 16, Scores::kGeneral>{});
-    if (scores == Scores::kRight) return call(BackwardConfig<Element, 80, 128, 16, Scores::kRight>{});
-    return call(BackwardConfig<Element, 80, 128, 16, Scores::kFull>{});
+    if (scores == kGeneral) return call(BackwardConfig<Element, 80, 64, 16, kGeneral>{});
+    if (scores == kRight) return call(BackwardConfig<Element, 80, 128, 16, kRight>{});
+    return call(BackwardConfig<Element, 80, 128, 16, kFull>{});
   } else if constexpr (kHeadDim == 96) {
-    if (scores == Scores::kGeneral) return call(BackwardConfig<Element, 96, 64, 16, Scores::kGeneral>{});
-    if (scores == Scores::kRight && p.seq_q <= 2048) return call(BackwardConfig<Element, 96, 64, 16, Scores::kRight>{});
-    if (scores == Scores::kRight) return call(BackwardConfig<Element, 96, 96, 32, Scores::kRight>{});
-    return call(BackwardConfig<Element, 96, 96, 32, Scores::kFull>{});
+    if (scores == kGeneral) return call(BackwardConfig<Element, 96, 64, 16, kGeneral>{});
+    if (scores == kRight && p.seq_q <= 2048) return call(BackwardConfig<Element, 96, 64, 16, kRight>{});
+    if (scores == kRight) return call(BackwardConfig<Element, 96, 96, 32, kRight>{});
+    return call(BackwardConfig<Element, 96, 96, 32, kFull>{});
   } else if constexpr (kHeadDim == 128) {
-    if (scores == Scores::kGeneral) return call(BackwardConfig<Element, 128, 64, 64, Scores::kGeneral>{});
-    if (scores == Scores::kRight && p.seq_q <= 4096) return call(BackwardConfig<Element, 128, 64, 64, Scores::kRight>{});
-    if (scores == Scores::kRight) return call(BackwardConfig<Element, 128, 80, 64, Scores::kRight>{});
-    return call(BackwardConfig<Element, 128, 80, 64, Scores::kFull>{});
+    if (scores == kGeneral) return call(BackwardConfig<Element, 128, 64, 64, kGeneral>{});
+    if (scores == kRight && p.seq_q <= 4096) return call(BackwardConfig<Element, 128, 64, 64, kRight>{});
+    if (scores == kRight) return call(BackwardConfig<Element, 128, 80, 64, kRight>{});
+    return call(BackwardConfig<Element, 128, 80, 64, kFull>{});
   } else {
-    if (scores == Scores::kGeneral) return call(WideConfig<Element, kHeadDim, Scores::kGeneral>{});
-    if (scores == Scores::kRight) return call(WideConfig<Element, kHeadDim, Scores::kRight>{});
-    return call(WideConfig<Element, kHeadDim, Scores::kFull>{});
+    if (scores == kGeneral) return call(WideConfig<Element, kHeadDim, kGeneral>{});
+    if (scores == kRight) return call(WideConfig<Element, kHeadDim, kRight>{});
+    return call(WideConfig<Element, kHeadDim, kFull>{});
   }
 }
 
@@ -51,14 +52,15 @@ template <class Config, class Arguments> void fill(Arguments& a, const Params& p
 }
 
 template <class Config, class Arguments> int prepare(const Arguments& a, cudaStream_t stream) {
-  return launch(backward_prepare_kernel<typename Config::Element, Config::kHeadDim>, a.queries.all_tiles(), 256, 0, stream,
-                PrepareArguments{a.p, a.queries, a.workspace});
+  const auto kernel = backward_prepare_kernel<typename Config::Element, Config::kHeadDim>;
+  return launch(kernel, a.queries.all_tiles(), 256, 0, stream, PrepareArguments{a.p, a.queries, a.workspace});
 }
 
 template <class Config>
 int make_map(CUtensorMap* map, const Tensor& t, const RowLayout& layout, int heads, const Params& p, int rows) {
   if (t.data == nullptr) return cudaSuccess;   // not wanted, or empty: never used
-  return make_tensor_map<typename Config::Element, typename Config::OperandTile>(map, t, layout, heads, p.head_dim, rows);
+  using T = typename Config::OperandTile;
+  return make_tensor_map<typename Config::Element, T>(map, t, layout, heads, p.head_dim, rows);
 }
 template <class Config, class Arguments> int make_maps(Arguments& a, int query_rows) {
   const Params& p = a.p;
@@ -82,10 +84,11 @@ int run(BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>, const
   // Ascending key tiles are longest first under a causal mask, and what deterministic sums wait for.
   if (!p.cu_seqlens_k && (p.window_right >= 0 || p.deterministic))
     a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 8 * (p.heads / p.kv_heads));
-  int error = prepare<Config>(a, stream);
-  if (!error) error = make_maps<Config>(a, kQueries);
+  int error = make_maps<Config>(a, kQueries);
+  if (!error) error = prepare<Config>(a, stream);
   if (!error)
-    error = launch(backward_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(BackwardShared<Config>), stream, a);
+    error = launch(backward_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(BackwardShared<Config>),
+                   stream, a);
   if (!error && p.grad_q.data)
     error = launch(backward_convert_kernel<Config>, a.queries.all_tiles(), 256,
                    kQueries * (kHeadDim + 8) * sizeof(Element), stream, ConvertArguments{p, a.queries, a.workspace});
@@ -101,13 +104,15 @@ int run(WideConfig<Element, kHeadDim, kScores>, const Params& p, cudaStream_t st
     a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 4 * (p.heads / p.kv_heads));
   if (p.window_right >= 0 && !p.cu_seqlens_q)
     a.queries.interleave(max(int64_t(1), int64_t(p.seq_k) * kHeadDim * 4 * p.kv_heads / p.heads));
-  int error = prepare<Config>(a, stream);
-  if (!error) error = make_maps<Config>(a, 64);
+  int error = make_maps<Config>(a, 64);
   if (!error) error = make_map<Config>(&a.grad_q, p.grad_q, a.q_layout, p.heads, p, 64);
+  if (!error) error = prepare<Config>(a, stream);
   if (!error && (p.grad_k.data || p.grad_v.data))
-    error = launch(backward_dkv_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(DkvShared<Config>), stream, a);
+    error = launch(backward_dkv_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(DkvShared<Config>),
+                   stream, a);
   if (!error && p.grad_q.data)
-    error = launch(backward_dq_kernel<Config>, a.queries.all_tiles(), Config::kThreads, sizeof(DqShared<Config>), stream, a);
+    error = launch(backward_dq_kernel<Config>, a.queries.all_tiles(), Config::kThreads, sizeof(DqShared<Config>),
+                   stream, a);
   return error;
 }
 

@@ -1,9 +1,10 @@
 // Backward attention for Hopper, head dims up to 128. A block owns 128 keys of one key/value head (two consumer
-// warpgroups, 64 each), loops over the queries that see them, of every query head of the group, and keeps dk and dv in
-// registers.
+// warpgroups, 64 each), loops over the queries that see them, of every query head of the group, and keeps dk and dv
+// in registers.
 //   q, out, grad_out, grad_q (batch, seq_q, heads, head_dim)    k, v, grad_k, grad_v (batch, seq_k, kv_heads, head_dim)
-// Scores and dp are computed transposed (rows are keys), so that P and dS are in registers the A operands of dv and dk.
-// dS also goes to shared memory for dq, which is added to an fp32 buffer in global memory in the order of fragments.
+// Scores and dp are computed transposed (rows are keys), so that P and dS are in registers the A operands of dv and
+// dk. dS also goes to shared memory for dq, which is added to an fp32 buffer in global memory in the order of
+// fragments.
 #pragma once
 #include "../mask.cuh"
 #include "backward_dq_sum.cuh"
@@ -60,7 +61,7 @@ struct BackwardWork {
   int first_tile, last_tile;                // of queries
   int first_key, first_seen_key;            // query i sees no key before i + first_seen_key
   RowCoordinates q_rows, k_rows;
-  int64_t statistics_tile;                  // of the first head's first tile in the workspace; heads are queries.tiles apart
+  int64_t statistics_tile;                  // number of the first head's first tile; heads are queries.tiles apart
 };
 
 // Named barriers. dq_free and dq_full: one per consumer warpgroup, shared with the warp that adds its part of dq.
@@ -97,8 +98,9 @@ HF_DEVICE void load_operands(const BackwardArguments& a, const BackwardWork& w, 
   }
 }
 
-// One warp puts the part of dq that one consumer warpgroup computes into the fp32 buffer: it stores what comes first to a
-// tile and adds the rest. Deterministic: key tiles in ascending order, each when its predecessor's sum is in memory.
+// One warp puts the part of dq that one consumer warpgroup computes into the fp32 buffer: it stores what comes first
+// to a tile and adds the rest. Deterministic: key tiles in ascending order, each when its predecessor's sum is in
+// memory.
 template <class Config>
 HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s, int warpgroup) {
   using Split = DqSplit<Config>;
@@ -156,7 +158,7 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
   const uint64_t k_rows = T::k_major(&s.k[0][warpgroup * 64][0]), v_rows = T::k_major(&s.v[0][warpgroup * 64][0]);
   const int key = w.first_key + warpgroup * 64 + warp * 16 + lane / 4;   // of accumulator rows 0; 8 more: rows 1
   const bool hidden[2] = {key >= mask.k_length, key + 8 >= mask.k_length};
-  int unseen[2];                                  // queries before this do not see the key, from this thread's first column
+  int unseen[2];                            // queries before this do not see the key, from this thread's first column
   if (Config::kScores == Scores::kRight)
     HF_UNROLL
     for (int r = 0; r < 2; ++r)
@@ -211,7 +213,10 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
         for (int i = 0; i < kQueries / 8; ++i) {
           const float2 l = *reinterpret_cast<const float2*>(lse + 8 * i);
           HF_UNROLL
-          for (int e = 0; e < 4; ++e) scores[4 * i + e] = ex2(fmaf(scores[4 * i + e], a.scores.scale_log2, -(e & 1 ? l.y : l.x)));
+          for (int e = 0; e < 4; ++e) {
+            float& x = scores[4 * i + e];
+            x = ex2(fmaf(x, a.scores.scale_log2, -(e & 1 ? l.y : l.x)));
+          }
         }
         if (!Config::kPackLate)
           HF_UNROLL

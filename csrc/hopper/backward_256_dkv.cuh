@@ -1,10 +1,10 @@
 // Backward attention for Hopper, head dims 192 and 256, first of two passes: dk and dv. dq has a pass of its own
-// (backward_256_dq.cuh), which computes the scores again: 7 products instead of 5, but no fp32 sums through memory, and
-// the same bits in every run.
+// (backward_256_dq.cuh), which computes the scores again: 7 products instead of 5, but no fp32 sums through memory,
+// and the same bits in every run.
 //   q, grad_out (batch, seq_q, heads, head_dim)    k, v, grad_k, grad_v (batch, seq_k, kv_heads, head_dim)
 // A block owns 64 keys of one key/value head and loops over tiles of 64 queries, of every query head of the group.
-// One warpgroup computes scores, P and dv, the other dp, dS and dk: each keeps one 64 x head_dim sum in registers, and P
-// passes from the first to the second through shared memory, in the order of fragments.
+// One warpgroup computes scores, P and dv, the other dp, dS and dk: each keeps one 64 x head_dim sum in registers,
+// and P passes from the first to the second through shared memory, in the order of fragments.
 #pragma once
 #include "../mask.cuh"
 #include "backward_plan.cuh"
@@ -62,6 +62,26 @@ enum { kScoresBarrier = 1, kGradientsBarrier = 2, kProbabilitiesFull = 8, kProba
 HF_DEVICE void arrive_of_warp(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// d = A B^T, both 64 x head_dim in shared memory. Starts and commits.
+template <class Config> HF_DEVICE void multiply_rows(float (&d)[32], uint64_t a, uint64_t b) {
+  using Product = Wgmma<typename Config::Element, 64, false>;
+  using T = typename Config::OperandTile;
+  wgmma_fence();
+  HF_UNROLL
+  for (int k = 0; k < Config::kHeadDim / 16; ++k)
+    Product::ss(d, a + T::template k_step<64>(k), b + T::template k_step<64>(k), k > 0);
+  wgmma_commit();
+}
+// sum += A B, where A is 64 x 64 in registers and B 64 x head_dim in shared memory. Starts and commits.
+template <class Config>
+HF_DEVICE void add_product(float (&sum)[Config::kHeadDim / 2], const uint32_t (&a)[16], uint64_t b) {
+  using Product = Wgmma<typename Config::Element, Config::kHeadDim, true>;
+  wgmma_fence();
+  HF_UNROLL
+  for (int k = 0; k < 4; ++k) Product::rs(sum, a + 4 * k, b + Config::OperandTile::row_step(k), 1);
+  wgmma_commit();
 }
 
 // 64 x head_dim sums times factor, to shared memory and from there to global memory.
@@ -135,7 +155,7 @@ HF_DEVICE void accumulate_dv(const WideArguments& a, DkvShared<Config>& s) {
   const uint64_t k_rows = T::k_major(s.k);
   const int key = w.first_key + warp * 16 + lane / 4;   // of accumulator rows 0; 8 more: rows 1
   const bool hidden[2] = {key >= w.k_length, key + 8 >= w.k_length};
-  int unseen[2];                                        // queries before this do not see the key, from this thread's first column
+  int unseen[2];                   // queries before this do not see the key, from this thread's first column
   if (Config::kScores == Scores::kRight)
     HF_UNROLL
     for (int r = 0; r < 2; ++r)
@@ -144,20 +164,10 @@ HF_DEVICE void accumulate_dv(const WideArguments& a, DkvShared<Config>& s) {
   int tile = first_tile, head = w.first_head;
 
   const auto multiply_scores = [&](float (&scores)[32], int stage) {
-    const uint64_t q_rows = T::k_major(s.q[stage]);
-    wgmma_fence();
-    HF_UNROLL
-    for (int k = 0; k < kHeadDim / 16; ++k)
-      Wgmma<Element, 64, false>::ss(scores, k_rows + T::template k_step<64>(k), q_rows + T::template k_step<64>(k), k > 0);
-    wgmma_commit();
+    multiply_rows<Config>(scores, k_rows, T::k_major(s.q[stage]));
   };
   const auto multiply_dv = [&](int stage) {
-    const uint64_t grad_out_columns = T::template mn_major<64>(s.grad_out[stage]);
-    wgmma_fence();
-    HF_UNROLL
-    for (int k = 0; k < 4; ++k)
-      Wgmma<Element, kHeadDim, true>::rs(dv, p_packed + 4 * k, grad_out_columns + T::row_step(k), 1);
-    wgmma_commit();
+    add_product<Config>(dv, p_packed, T::template mn_major<64>(s.grad_out[stage]));
   };
   const auto general_weights = [&](float (&scores)[32], int stage) {
     const ScoreTransform transform{a.scores, a.p, w.k_length, w.diagonal, w.batch, head};
@@ -259,20 +269,10 @@ template <class Config> HF_DEVICE void accumulate_dk(const WideArguments& a, Dkv
   const uint64_t v_rows = T::k_major(s.v);
 
   const auto multiply_dp = [&](float (&dp)[32], int stage) {
-    const uint64_t grad_out_rows = T::k_major(s.grad_out[stage]);
-    wgmma_fence();
-    HF_UNROLL
-    for (int k = 0; k < kHeadDim / 16; ++k)
-      Wgmma<Element, 64, false>::ss(dp, v_rows + T::template k_step<64>(k), grad_out_rows + T::template k_step<64>(k), k > 0);
-    wgmma_commit();
+    multiply_rows<Config>(dp, v_rows, T::k_major(s.grad_out[stage]));
   };
   const auto multiply_dk = [&](int stage) {
-    const uint64_t q_columns = T::template mn_major<64>(s.q[stage]);
-    wgmma_fence();
-    HF_UNROLL
-    for (int k = 0; k < 4; ++k)
-      Wgmma<Element, kHeadDim, true>::rs(dk, ds_packed + 4 * k, q_columns + T::row_step(k), 1);
-    wgmma_commit();
+    add_product<Config>(dk, ds_packed, T::template mn_major<64>(s.q[stage]));
   };
   const auto take_over = [&](float (&dp)[32], int stage) {
     const float* const delta = s.delta[stage] + 2 * (lane % 4);

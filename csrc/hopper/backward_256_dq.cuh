@@ -1,7 +1,7 @@
 // Backward attention for Hopper, head dims 192 and 256, second of two passes: dq.
 //   q, grad_out, grad_q (batch, seq_q, heads, head_dim)    k, v (batch, seq_k, kv_heads, head_dim)
-// A block owns 128 queries of one head (two consumer warpgroups, 64 each) and loops over the tiles of 64 keys that they
-// see, from the last to the first. dq stays in registers.
+// A block owns 128 queries of one head (two consumer warpgroups, 64 each) and loops over the tiles of 64 keys that
+// they see, from the last to the first. dq stays in registers.
 #pragma once
 #include "backward_256_dkv.cuh"
 
@@ -86,30 +86,16 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
   const auto lse_of = [&](int row) { return s.lse[warpgroup * 64 + warp * 16 + lane / 4 + row]; };
   const auto delta_of = [&](int row) { return s.delta[warpgroup * 64 + warp * 16 + lane / 4 + row]; };
   const float lse[2] = {lse_of(0), lse_of(8)}, delta[2] = {delta_of(0), delta_of(8)};
+  // opaque: descriptors are made where they are used, or ptxas keeps one per step in registers and spills.
   const auto multiply_scores = [&](float (&scores)[32], int stage) {
-    const uint64_t q_rows = T::k_major(s.q[opaque(warpgroup)]), k_rows = T::k_major(s.k[stage]);
-    wgmma_fence();
-    HF_UNROLL
-    for (int k = 0; k < kHeadDim / 16; ++k)
-      Wgmma<Element, 64, false>::ss(scores, q_rows + T::template k_step<64>(k), k_rows + T::template k_step<64>(k), k > 0);
-    wgmma_commit();
+    multiply_rows<Config>(scores, T::k_major(s.q[opaque(warpgroup)]), T::k_major(s.k[stage]));
   };
   const auto multiply_dp = [&](float (&dp)[32]) {
-    const uint64_t grad_out_rows = T::k_major(s.grad_out[opaque(warpgroup)]), v_rows = T::k_major(s.v[Config::kGeneral ? opaque(0) : 0]);
-    wgmma_fence();
-    HF_UNROLL
-    for (int k = 0; k < kHeadDim / 16; ++k)
-      Wgmma<Element, 64, false>::ss(dp, grad_out_rows + T::template k_step<64>(k), v_rows + T::template k_step<64>(k),
-                                    k > 0);
-    wgmma_commit();
+    multiply_rows<Config>(dp, T::k_major(s.grad_out[opaque(warpgroup)]),
+                          T::k_major(s.v[Config::kGeneral ? opaque(0) : 0]));
   };
   const auto multiply_dq = [&](int stage) {
-    const uint64_t k_columns = T::template mn_major<64>(s.k[stage]);
-    wgmma_fence();
-    HF_UNROLL
-    for (int k = 0; k < 4; ++k)
-      Wgmma<Element, kHeadDim, true>::rs(dq, ds_packed + 4 * k, k_columns + T::row_step(k), 1);
-    wgmma_commit();
+    add_product<Config>(dq, ds_packed, T::template mn_major<64>(s.k[stage]));
   };
   // Keys from this on are not seen, counted from this thread's first column.
   int unseen[2];
@@ -149,8 +135,8 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
     for (int i = 0; i < 16; ++i) ds_packed[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
   };
 
-  // Scores and dp of one tile, to ds_packed. The general form starts dp after the weights, for want of registers; else it runs
-  // under them. previous: the stage of the previous tile, whose dq is under way, or -1.
+  // Scores and dp of one tile, to ds_packed. The general form starts dp after the weights, for want of registers;
+  // else it runs under them. previous: the stage of the previous tile, whose dq is under way, or -1.
   int stage = 0, phase = 0, v_phase = 0;
   const auto multiply_tile = [&](int tile, int previous) {
     float scores[32], dp[32];

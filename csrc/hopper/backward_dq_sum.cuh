@@ -1,19 +1,22 @@
-// dq of the one-pass backward on its way through the fp32 buffer in global memory: how warpgroups share it, whose turn it is
-// to add, and the conversion at the end. The buffer keeps the order of accumulator fragments, so that copies are contiguous.
+// dq of the one-pass backward on its way through the fp32 buffer in global memory: how warpgroups share it, whose
+// turn it is to add, and the conversion at the end. The buffer keeps the order of accumulator fragments, so that
+// copies are contiguous.
 #pragma once
 #include "../mask.cuh"
 #include "backward_plan.cuh"
 
 namespace hf_flash::hopper {
 
-// How the two warpgroups share dq of a tile. Queries not a multiple of 64: it is computed transposed, 64 columns of the
-// head each, of which the second may be partly idle (kThreads1 threads hold results). 64 queries: the first and the last
-// kColumns columns of the head, whole panels; where these overlap the second skips kSkip1 of its vectors. 128 queries: 64
-// rows each. The second warpgroup must not have a branch or a shape of its own, or ptxas serialises wgmma (C7519).
+// How the two warpgroups share dq of a tile. Queries not a multiple of 64: it is computed transposed, 64 columns of
+// the head each, of which the second may be partly idle (kThreads1 threads hold results). 64 queries: the first and
+// the last kColumns columns of the head, whole panels; where these overlap the second skips kSkip1 of its vectors.
+// 128 queries: 64 rows each. The second warpgroup must not have a branch or a shape of its own, or ptxas serialises
+// wgmma (C7519).
 template <class Config> struct DqSplit {
   static constexpr int kHeadDim = Config::kHeadDim, kQueries = Config::kQueries, kPanelWidth = Config::kPanelWidth;
   static constexpr bool kTransposed = kQueries % 64 != 0, kByColumns = kQueries == 64;
-  static constexpr int kColumns = round_up(kHeadDim / 2, kPanelWidth), kThreads1 = kTransposed ? 2 * (kHeadDim - 64) : 128;
+  static constexpr int kColumns = round_up(kHeadDim / 2, kPanelWidth);
+  static constexpr int kThreads1 = kTransposed ? 2 * (kHeadDim - 64) : 128;
   static constexpr int kSkip1 = kByColumns ? (2 * kColumns - kHeadDim) / 8 : 0;
   static constexpr int kVectors = kTransposed ? kQueries / 8 : kByColumns ? kColumns / 8 : kHeadDim / 8;   // float4
   static constexpr int kFloats0 = kVectors * 4 * 128, kFloats1 = (kVectors - kSkip1) * 4 * kThreads1;
@@ -39,9 +42,10 @@ template <class Config> struct DqSplit {
   }
 };
 
-// Each half of a tile of dq has a turn, 0 at first. Deterministic: it counts the key tiles that are done, and the one whose
-// number it has goes next. Otherwise 1: the first copy is under way; 2: it is in memory, and all others may add.
-// Both return whether the caller is the first, which stores instead of adding: the buffer is not cleared beforehand.
+// Each half of a tile of dq has a turn, 0 at first. Deterministic: it counts the key tiles that are done, and the one
+// whose number it has goes next. Otherwise 1: the first copy is under way; 2: it is in memory, and all others may
+// add. Both return whether the caller is the first, which stores instead of adding: the buffer is not cleared
+// beforehand.
 HF_DEVICE void turn_await(const int32_t* turn, int value) {
   while (*static_cast<const volatile int32_t*>(turn) < value) __nanosleep(32);
   __threadfence();

@@ -1,5 +1,5 @@
-// What the backward kernels share on both sides of the launch: how tiles are numbered, where their row statistics lie,
-// and the pass that prepares these.
+// What the backward kernels share on both sides of the launch: how tiles are numbered, where their row statistics
+// lie, and the pass that prepares these.
 #pragma once
 #include "../sequence.cuh"
 #include "tensor_map.cuh"
@@ -10,13 +10,13 @@ struct TilePlace {
   int tile, head, batch;       // tile inside its sequence
 };
 
-// A value that is the same in the whole warp, told to the compiler: branches and descriptors that depend on it then use
-// uniform registers.
+// A value that is the same in the whole warp, told to the compiler: branches and descriptors that depend on it then
+// use uniform registers.
 HF_DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// Tiles of `rows` rows over all heads and sequences of a tensor, as a one-dimensional grid. Packed sequences: sequence b
-// owns the tiles from cu_seqlens[b] / rows + b on, so that no tile spans two sequences, each leaves at most one tile idle,
-// and a block finds its sequence without a prefix sum.
+// Tiles of `rows` rows over all heads and sequences of a tensor, as a one-dimensional grid. Packed sequences:
+// sequence b owns the tiles from cu_seqlens[b] / rows + b on, so that no tile spans two sequences, each leaves at
+// most one tile idle, and a block finds its sequence without a prefix sum.
 struct TileGrid {
   const int32_t* cu_seqlens;   // NULL: dense
   int rows, heads, batch;
@@ -29,8 +29,8 @@ struct TileGrid {
   HF_HOST_DEVICE int lanes() const { return cu_seqlens ? heads : heads * batch; }   // rows of tiles
   HF_HOST_DEVICE int64_t all_tiles() const { return int64_t(tiles) * lanes(); }
 
-  // Lets heads share the L2 cache: as many advance together as have `head_bytes` of loop operands within 32 MB. Then the
-  // tiles with most work, numbered first, start first over the whole section.
+  // Lets heads share the L2 cache: as many advance together as have `head_bytes` of loop operands within 32 MB. Then
+  // the tiles with most work, numbered first, start first over the whole section.
   void interleave(int64_t head_bytes) {
     while (2 * section * head_bytes <= 32 << 20 && section < lanes()) section *= 2;
   }
@@ -63,7 +63,8 @@ struct TileGrid {
   }
 };
 
-// Row statistics of query tiles, each padded to a whole tile; dq in fp32 and two turns per tile (backward_dq_sum.cuh).
+// Row statistics of query tiles, each padded to a whole tile; dq in fp32 and two turns per tile
+// (backward_dq_sum.cuh).
 struct BackwardWorkspace {
   float *lse_log2, *delta, *dq;
   int32_t* turns;
@@ -95,13 +96,13 @@ struct PrepareArguments {
   BackwardWorkspace workspace;
 };
 
-// One block prepares one tile of queries: delta = rowsum(grad_out * out) - grad_lse; LSE in units of log2, +inf where a row
-// has no keys or does not exist, so that its probabilities are 0; zeros for turns. Also zeroes the gradients of
+// One block prepares one tile of queries: delta = rowsum(grad_out * out) - grad_lse; LSE in units of log2, +inf where
+// a row has no keys or does not exist, so that its probabilities are 0; zeros for turns. Also zeroes the gradients of
 // rows that belong to no sequence.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(256) backward_prepare_kernel(const __grid_constant__ PrepareArguments a) {
   constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;   // of a row, 8 columns each
-  constexpr int kRowsAtOnce = 256 / kLanes, kUnroll = 4;                   // loads of kUnroll rows are in flight together
+  constexpr int kRowsAtOnce = 256 / kLanes, kUnroll = 4;                   // loads of kUnroll rows run together
   const Params& p = a.p;
   zero_unowned_rows<Element>(p.grad_q, p.cu_seqlens_q, p.batch, p.total_q, p.heads, p.head_dim);
   zero_unowned_rows<Element>(p.grad_k, p.cu_seqlens_k, p.batch, p.total_k, p.kv_heads, p.head_dim);

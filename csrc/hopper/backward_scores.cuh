@@ -7,8 +7,8 @@
 
 namespace hf_flash::hopper {
 
-// What a kernel does to scores beyond the scale and the end of the keys: nothing; a limit to the right, as under a causal
-// mask; everything, as it turns out at run time.
+// What a kernel does to scores beyond the scale and the end of the keys: nothing; a limit to the right, as under a
+// causal mask; everything, as it turns out at run time.
 enum class Scores { kFull, kRight, kGeneral };
 inline Scores scores_of(const Params& p) {
   if (p.window_left >= 0 || p.softcap > 0.f || p.alibi_slopes || p.dropout_p > 0.f) return Scores::kGeneral;
@@ -52,7 +52,8 @@ struct ScoreTransform {
   const Params& p;
   int k_length, diagonal, batch, head;
 
-  // Which of 32 accumulators dropout drops: bit 8i + 4e + corner, as below. Needs no scores, so it runs under their product.
+  // Which of 32 accumulators dropout drops: bit 8i + 4e + corner, as below. Needs no scores, so it runs under their
+  // product.
   template <bool kTransposed> HF_DEVICE uint32_t dropped(int query, int key) const {
     uint32_t bits = 0;
     if (!constants.dropped) return bits;
@@ -68,10 +69,10 @@ struct ScoreTransform {
     return bits;
   }
 
-  // Scores (raw products) become weights: the probability times softcap's derivative, negative where dropout drops it.
-  // kept: the probabilities without the dropped ones, packed. Probabilities are times 2^kExponent throughout.
-  // kTransposed: accumulator rows are keys. query, key: of this thread's first element. lse(i): of that query, where i counts
-  // accumulator columns (transposed) or rows from the thread's first.
+  // Scores (raw products) become weights: the probability times softcap's derivative, negative where dropout drops
+  // it. kept: the probabilities without the dropped ones, packed. Probabilities are times 2^kExponent throughout.
+  // kTransposed: accumulator rows are keys. query, key: of this thread's first element. lse(i): of that query, where
+  // i counts accumulator columns (transposed) or rows from the thread's first.
   template <class Element, bool kTransposed, int kExponent, class Lse>
   HF_DEVICE void weigh(float (&x)[32], uint32_t (&kept)[16], uint32_t dropped, int query, int key, Lse lse) const {
     const float slope_log2 = p.alibi_slopes ? p.alibi_slopes[batch * p.alibi_batch_stride + head] * kLog2e : 0.f;
@@ -87,13 +88,14 @@ struct ScoreTransform {
           const int row = 8 * dq + (kTransposed ? 16 * i + e : 0), column = 8 * dk + (kTransposed ? 0 : 16 * i + e);
           const int distance = key + column - (query + row) - diagonal;
           float score = x[index + e] * constants.scale_log2, derivative = 1.f;
-          if (constants.softcap_log2 > 0.f) {   // tanh(y) = 1 - u and 1 - tanh(y)^2 = u * (2 - u) with u = 2 / (1 + e^2y)
+          if (constants.softcap_log2 > 0.f) {   // with u = 2 / (1 + e^2y): tanh(y) = 1 - u, 1 - tanh(y)^2 = u * (2 - u)
             const float u = __fdividef(2.f, 1.f + ex2(x[index + e] * constants.two_over_softcap));
             score = constants.softcap_log2 * (1.f - u);
             derivative = u * (2.f - u);
           }
           score -= slope_log2 * fabsf(float(distance));
-          const bool seen = key + column < k_length && unsigned(distance - constants.lowest) <= unsigned(constants.extent);
+          const bool seen =
+              key + column < k_length && unsigned(distance - constants.lowest) <= unsigned(constants.extent);
           probability[e] = seen ? ex2(score - lse(row) + kExponent) : 0.f;
           x[index + e] = probability[e] * derivative;
           if (dropped >> (8 * i + 4 * e + corner) & 1) {
