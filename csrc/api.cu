@@ -28,8 +28,9 @@ template <class Call> int64_t for_hopper_tile(int head_dim, Call call) {
   return HF_FLASH_UNSUPPORTED;
 }
 
-// The Hopper kernels read keys in place through tensor maps, so page tables and left padding stay portable, as do head
-// dims up to 32, which have a tile of their own there and would fill half of one here, and gradients of partly used keys.
+// The Hopper kernels read keys in place through tensor maps, so page tables and left padding stay portable, as do
+// gradients of partly used keys, and head dims up to 32, which have a tile of their own there and would fill half of
+// one here.
 static bool hopper_serves(int pass, const Params& p) {
   return pass != HF_FLASH_DECODE && device_facts().capability == 90 && p.head_dim > 32 && p.head_dim <= 256 &&
          !p.block_table && !p.leftpad_k && !p.cache_batch_idx && !(pass == HF_FLASH_BACKWARD && p.used_k);
