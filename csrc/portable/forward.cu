@@ -12,9 +12,10 @@
 namespace hf_flash {
 
 // A block has 16 * kRowBlocks * kWarps query rows. Every warp reads all keys and values from shared memory for its own
-// rows: 32 rows a warp halve that traffic, and 16 are taken where the output (kHeadDim floats a row) leaves no registers
-// for 32. A tile of k or v has kStages buffers: two need one barrier a tile instead of two, and are taken where the
-// blocks of a multiprocessor still fit 164 KB (sm_80). kBlocks a multiprocessor bound the registers: 3 give 168, 2 all.
+// rows: 32 rows a warp halve that traffic, and 16 are taken where the output (kHeadDim floats a row) leaves no
+// registers for 32. A tile of k or v has kStages buffers: two need one barrier a tile instead of two, and are taken
+// where the blocks of a multiprocessor still fit 164 KB (sm_80). kBlocks a multiprocessor bound the registers: 3 give
+// a thread 168, 2 give it 255.
 template <int kWarps_, int kRowBlocks_, int kBlockN_, int kStages_, int kBlocks_> struct ForwardShape {
   static constexpr int kWarps = kWarps_, kRowBlocks = kRowBlocks_, kBlockN = kBlockN_, kStages = kStages_;
   static constexpr int kBlocks = kBlocks_, kThreads = 32 * kWarps, kBlockM = 16 * kRowBlocks * kWarps;
@@ -43,7 +44,7 @@ template <int kHeadDim, bool kPlain> struct ForwardShared {
 struct ForwardSchedule {
   int query_tiles, section;   // section: (batch, head) pairs
 
-  ForwardSchedule(const Params& p, int block_m) : query_tiles(ceil_div(p.seq_q, block_m)) {
+  ForwardSchedule(const Params& p, int block_m) : query_tiles(p.seq_q > 0 ? ceil_div(p.seq_q, block_m) : 1) {
     constexpr int64_t kCacheBytes = 24 << 20;
     const int64_t bytes_per_head = int64_t(p.seq_k > 0 ? p.seq_k : 1) * p.head_dim * 4 * p.kv_heads / p.heads + 1;
     const int64_t fitting = kCacheBytes / bytes_per_head, all = int64_t(p.batch) * p.heads;
@@ -52,6 +53,7 @@ struct ForwardSchedule {
   int64_t blocks(const Params& p) const { return int64_t(query_tiles) * p.batch * p.heads; }
 };
 
+// What one block computes: the query rows from first_row on, of one head.
 struct ForwardWork {
   int first_row, batch, head;
 
@@ -140,8 +142,8 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, For
   for (; tile >= first_tile; --tile) {
     const char* const k_tile = shared_k + tile % kStages * Shared::kKeyBytes;
     const char* const v_tile = shared_v + tile % kStages * Shared::kKeyBytes;
-    const int thread = volatile_opaque(threadIdx.x);   // of this lane's first score; not kept in registers
-    const int lane_row = first_row + thread / 32 * (16 * kRowBlocks) + thread % 32 / 4;
+    // Of this lane's first score. Its warp is read again: keeping warp_row would spill.
+    const int lane_row = first_row + volatile_opaque(threadIdx.x) / 32 * (16 * kRowBlocks) + threadIdx.x % 32 / 4;
     const int lane_key = tile * kBlockN + threadIdx.x % 4 * 2;
 
     copy_async_wait<0>();
@@ -179,7 +181,8 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, For
     }
 
     if (!kPlain) ScoreTransform(p, batch, head, mask.diagonal).apply(scores, lane_row, lane_key);
-    if (tile * kBlockN < unmasked.begin || (tile + 1) * kBlockN > unmasked.end) mask_scores(scores, mask, lane_row, lane_key);
+    if (tile * kBlockN < unmasked.begin || (tile + 1) * kBlockN > unmasked.end)
+      mask_scores(scores, mask, lane_row, lane_key);
     softmax.follow_maximum(scores, out, scale_log2);
 
     if (kStages == 1) {
