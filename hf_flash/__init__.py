@@ -14,7 +14,12 @@ from .kvcache import flash_attn_with_kvcache
 from .padding import index_first_axis, pad_input, unpad_input
 
 __version__ = "0.1.0"
-_PATCHING = ("patch_model", "unpatch_model", "report")  # these need transformers, so they are imported when asked for
+_PATCHING = (
+    "patch_model",
+    "unpatch_model",
+    "report",
+    "supported_models",
+)  # these need transformers, so they are imported when asked for
 
 __all__ = [
     "flash_attn_func",

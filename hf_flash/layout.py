@@ -215,16 +215,18 @@ class Layout:
         """Attention for q, k, v (batch, heads, length, head_dim) -> (batch, length, heads, head_dim)."""
         k, v = self.trim(k), self.trim(v)
         kept = options["dropout_p"] == 0 and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
-        if self.keys is None and self.used is None:
+        if self.keys is None and self.used is None and self.left_pad is None:
             return attend(q, k, v, causal, window, **options)
         if kept and (self.keys is None or self.left_pad is not None):
             end = torch.full((self.batch,), self.kv_length, device=q.device) if self.used is None else self.used
             return _attend_cache(
                 q, k, v, causal, window, end.to(torch.int32).expand(self.batch), self.left_pad, **options
             )
-        if self.keys is None:
+        if self.keys is None and self.left_pad is None:
             n = int(self.used)
             return attend(q, k[:, :, :n], v[:, :, :n], causal, window, **options)
+        if self.keys is None:
+            self._take_static_rows()
         cu_seqlens_q, cu_seqlens_k = self.queries.cu_seqlens, self.keys.cu_seqlens
         if cu_seqlens_k is cu_seqlens_q and torch.compiler.is_compiling():
             cu_seqlens_k = cu_seqlens_k.clone()  # dynamo takes no tensor twice in one autograd.Function
@@ -242,6 +244,24 @@ class Layout:
         )
         return self.queries.scatter(out, self.batch, self.q_length)
 
+    def _query_mask(self, mask):
+        """(batch, queries) bool: which queries are tokens. They are the newest keys, and all of them if cross."""
+        if self.cross:
+            return torch.ones(self.batch, self.q_length, dtype=torch.bool, device=mask.device)
+        if self.q_length == self.kv_length:
+            return mask
+        end = self.kv_length if self.used is None else self.used
+        columns = end - self.q_length + torch.arange(self.q_length, device=mask.device)
+        return mask.gather(1, columns.expand(self.batch, -1))
+
+    def _take_static_rows(self):
+        """Rows of full size, which need nothing from the host."""
+        mask = torch.ones_like(self.starts) if self.mask is None else self.mask
+        q_mask = self._query_mask(mask)
+        self.keys = _rows(mask, self.starts)[0]
+        self.queries = self.keys if q_mask is mask else _rows(q_mask)[0]
+        self.gaps = self.mask is not None
+
     def _measure(self, packed_by):
         """Fill in the rows. `packed_by`: (batch, length) positions, or None."""
         n, source = self.kv_length, self.mask if self.mask is not None else packed_by
@@ -252,33 +272,36 @@ class Layout:
         mask = torch.ones(self.batch, n, dtype=torch.bool, device=source.device) if self.mask is None else self.mask
         if self.used is not None:
             mask = self.mask = mask & (torch.arange(n, device=mask.device) < self.used)
-        keys, total, longest, documents = _rows(mask, self.starts)
         lengths, left_pad = mask.sum(1), mask.to(torch.uint8).argmax(1)
+        compiling, continues = torch.compiler.is_compiling(), self.q_length < n and not self.cross
+        one_run = torch.zeros_like(lengths[0])
+        if continues:
+            end = n if self.used is None else self.used
+            one_run = ((left_pad + lengths == end) & (lengths >= self.q_length)).all().to(lengths.dtype)
+        if continues and not compiling and not torch.is_grad_enabled():
+            # A step of generation: where the cache can be read in place, no more is needed.
+            if one_run:
+                self.left_pad = left_pad.to(torch.int32)
+            else:
+                self._take_static_rows()
+            return
+        if compiling:
+            self._take_static_rows()
+            return
+        keys, total, longest, documents = _rows(mask, self.starts)
+        q_mask = self._query_mask(mask)
+        queries, q_total, q_longest = (keys, total, longest) if q_mask is mask else _rows(q_mask)[:3]
         last = n - 1 - mask.flip(1).to(torch.uint8).argmax(1)
         gaps = ((lengths > 0) & (last - left_pad + 1 > lengths)).any().to(total.dtype)
-        one_run = torch.zeros_like(total)
-        if self.cross:
-            q_mask = torch.ones(self.batch, self.q_length, dtype=torch.bool, device=mask.device)
-        elif self.q_length == n:
-            q_mask = mask
-        else:
-            end = n if self.used is None else self.used
-            columns = end - self.q_length + torch.arange(self.q_length, device=mask.device)
-            q_mask = mask.gather(1, columns.expand(self.batch, -1))
-            one_run = ((left_pad + lengths == end).all() & q_mask.all()).to(total.dtype)
-        queries, q_total, q_longest = (keys, total, longest) if q_mask is mask else _rows(q_mask)[:3]
-        if torch.compiler.is_compiling():
-            self.queries, self.keys, self.gaps = queries, keys, self.mask is not None
-            return
         late = (~mask[:, 0]).any().to(total.dtype)
         facts = torch.stack([total, longest, documents, q_total, q_longest, one_run, gaps, late])
         total, longest, documents, q_total, q_longest, one_run, gaps, late = facts.tolist()
         self.gaps, self.padded_start = bool(gaps), bool(late)
-        if self.starts is not None and documents == self.batch:
+        if total == self.batch * n and documents == self.batch:
             self.starts = None
-        if total == self.batch * n and self.starts is None and self.used is None:
-            self.mask = None
-            return
+            if self.used is None:
+                self.mask = None
+                return
         self.keys = _trim(keys, self.batch * n, total, longest, documents)
         grid = self.batch * self.q_length
         self.queries = self.keys if queries is keys else _trim(queries, grid, q_total, q_longest, self.batch)

@@ -171,8 +171,8 @@ def patch_model(model, strict=False, whole_model=True):
         model: a transformers model, or anything that holds one: PeftModel, DistributedDataParallel, FSDP, the result of
             torch.compile or accelerate's prepare, a container.
         strict: raise RuntimeError where a call cannot be fused, instead of taking the stock path for that call.
-        whole_model: skip padding in the whole model, not in attention alone, in forwards that keep no cache. In training
-            a cache counts as kept only if use_cache=True is passed. `report` says which was done, and why.
+        whole_model: skip padding in the whole model, not in attention alone, in forwards that keep no cache. In
+            training a cache counts as kept only if use_cache=True is passed. `report` says which was done, and why.
 
     Returns:
         The same object. Parameters, state-dict keys, class names, signatures and what save_pretrained writes stay as

@@ -22,6 +22,7 @@ from families import (
 )
 
 import hf_flash
+from hf_flash import layout
 
 transformers.logging.set_verbosity_error()
 DROPOUT = {
@@ -150,6 +151,24 @@ def test_fp32_norms_before_half_projections():
         assert hf_flash.report(model).stock_calls == 0
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gptj", "bert"])
+def test_recomputation_outside_autocast_attends_in_the_same_dtype(name, reentrant, monkeypatch):
+    dtypes, original = [], layout.flash_attn_varlen_func
+    monkeypatch.setattr(
+        layout,
+        "flash_attn_varlen_func",
+        lambda *a, **k: (dtypes.append({x.dtype for x in a[:3]}), original(*a, **k))[1],
+    )
+    model = hf_flash.patch_model(make(name)).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch_of(name, "both")).loss
+    loss.backward()
+    assert dtypes == [{torch.bfloat16}] * 4
+
+
 # ---- PEFT ------------------------------------------------------------------------------------------------------------
 
 TARGETS = {"llama": ["q_proj", "v_proj"], "gptj": ["q_proj", "v_proj"], "codegen": ["qkv_proj"], "gpt2": ["c_attn"],
@@ -241,8 +260,6 @@ def batch_of_seeded():
 def test_trainer_packs_documents_without_losing_their_positions(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     import datasets
-
-    from hf_flash import layout
 
     model = hf_flash.patch_model(make("llama"))
     packed = []

@@ -48,6 +48,13 @@ def test_holes_are_skipped():
     close(probe(layout, 1, 5, 5, True)[0, [0, 1, 3, 4]], [0, 0.5, 4 / 3, 2.0])
 
 
+def test_an_empty_row_beside_a_packed_one_keeps_the_documents():
+    mask, positions = torch.tensor([[0] * 5, [1] * 5]).bool(), torch.tensor([[0] * 5, [0, 1, 0, 1, 2]])
+    layout = build_layout(2, 5, 5, mask=mask, position_ids=positions)
+    close(probe(layout, 2, 5, 5, True), [[0] * 5, [0, 0.5, 2, 2.5, 3]])
+    assert not layout.dense(True)[1, 0, 3, 1]
+
+
 def test_padding_rows_give_zero():
     layout = build_layout(1, 5, 5, mask=torch.tensor([[0, 1, 1, 0, 0]]).bool())
     close(probe(layout, 1, 5, 5, False)[0], [0, 1.5, 1.5, 0, 0])
@@ -64,8 +71,9 @@ def test_left_padded_decode_step_reads_the_cache_where_it_lies():
 
 
 def test_decode_step_over_holes_gathers():
-    layout = build_layout(2, 1, 5, mask=torch.tensor([[1, 0, 1, 0, 1], [1] * 5]).bool())
-    assert layout.left_pad is None
+    with torch.no_grad():
+        layout = build_layout(2, 1, 5, mask=torch.tensor([[1, 0, 1, 0, 1], [1] * 5]).bool())
+    assert layout.left_pad is None and layout.keys.static
     close(probe(layout, 2, 1, 5, True)[:, 0], [2.0, 2.0])
 
 
@@ -227,6 +235,9 @@ def test_new_queries_over_any_cached_mask_equal_dense_attention(rows, queries, s
     mask = torch.tensor(rows)
     queries = min(queries, mask.shape[1])
     check(build_layout(mask.shape[0], queries, mask.shape[1], mask=mask), mask, queries, True, seed)
+    with torch.no_grad():
+        step = build_layout(mask.shape[0], queries, mask.shape[1], mask=mask)
+    check(step, mask, queries, True, seed)  # with gradients after all, and without
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,5 +1,6 @@
 """Patched models against stock eager in fp32: logits, loss and all gradients, for every kind of batch."""
 
+import types
 import warnings
 
 import pytest
@@ -23,6 +24,7 @@ from families import (
 )
 
 import hf_flash
+from hf_flash import interface, patching
 
 
 def batch_of(name, kind):
@@ -248,6 +250,61 @@ def test_unknown_families_are_refused_with_the_list():
     assert model.config is model.model.config and model.config._attn_implementation != "hf_fused"
     with pytest.raises(TypeError, match="no transformers model"):
         hf_flash.patch_model(torch.nn.Linear(2, 2))
+
+
+def test_softcapped_models_without_an_adapter_are_refused():
+    config = transformers.Gemma2Config(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                                       num_attention_heads=2, num_key_value_heads=1, head_dim=16)  # fmt: skip
+    with pytest.raises(NotImplementedError, match="no adapter for model type 'gemma2'"):
+        hf_flash.patch_model(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def test_older_versions_of_transformers_are_refused(monkeypatch):
+    monkeypatch.setattr(patching, "transformers_version", lambda: (4, 56))
+    with pytest.raises(NotImplementedError, match="needs transformers 4.57 or later, found 4.56"):
+        hf_flash.patch_model(make("llama"))
+
+
+def test_head_dims_above_the_kernels_are_known_at_patch_time():
+    changes = {"head_dim": 264, "num_attention_heads": 1, "num_key_value_heads": 1}
+    with pytest.raises(RuntimeError, match="self_attn has head dim 264; hf_flash fuses up to 256"):
+        hf_flash.patch_model(make("llama", **changes), strict=True)
+    stock, ours = pair("llama", **changes)
+    ids = tokens()
+    with pytest.warns(UserWarning, match="head dim 264 is above 256"):
+        found = ours(input_ids=ids, attention_mask=mask_of("both")).logits
+    assert_rows_close(found, stock(input_ids=ids, attention_mask=mask_of("both")).logits, mask_of("both"))
+
+
+@pytest.mark.parametrize(
+    "device, dtype, reason",
+    [
+        ("cuda", torch.float32, "torch.float32 on CUDA outside autocast (the kernels take float16 and bfloat16)"),
+        ("cuda", torch.bfloat16, None),
+        ("cpu", torch.float64, None),
+        ("xpu", torch.bfloat16, "no kernels for device xpu"),
+    ],
+)
+def test_where_the_kernels_run(device, dtype, reason):
+    query = types.SimpleNamespace(shape=(1, 2, 4, 64), device=torch.device(device), dtype=dtype)
+    assert interface._obstacle(query, query, None, None, {}) == reason
+
+
+@pytest.mark.parametrize("kind", [*MASKS, "packed"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layout_spelt_out_for_stock_attention_gives_the_same(name, kind, monkeypatch):
+    """What happens to a true fp32 model on CUDA: every call takes the stock path, padding and documents included."""
+    stock, ours = pair(name)
+    monkeypatch.setattr(interface, "_obstacle", lambda *a: "for the test")
+    with pytest.warns(UserWarning, match="stock attention for this call: for the test"):
+        if kind == "packed":
+            ids = tokens(2, 8)
+            output = hidden_of(ours(input_ids=ids, position_ids=positions_of([(3, 5), (6, 2)])))
+            assert_documents_alone(name, stock, output, ids, [(3, 5), (6, 2)])
+        else:
+            batch = batch_of(name, kind)
+            assert_rows_close(ours(**batch).logits, stock(**batch).logits, batch["attention_mask"])
+    assert hf_flash.report(ours).fused_calls == 0
 
 
 def test_renamed_attention_classes_are_refused_before_anything_changes():
