@@ -68,13 +68,19 @@ struct BackwardWork {
 enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4 };
 
 template <class Config>
-HF_DEVICE void load_operands(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
+HF_DEVICE void load_keys(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
   using T = typename Config::OperandTile;
-  constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
+  constexpr int kKeys = Config::kKeys;
   mbarrier_expect_bytes(&s.kv_arrived, 2 * T::bytes(kKeys));
   const int key_row = w.k_rows.row + w.first_key;
   T::template load<kKeys>(s.k, &a.k, &s.kv_arrived, a.copies, key_row, w.kv_head, w.k_rows.outer);
   T::template load<kKeys>(s.v, &a.v, &s.kv_arrived, a.copies, key_row, w.kv_head, w.k_rows.outer);
+}
+
+template <class Config>
+HF_DEVICE void load_queries(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
+  using T = typename Config::OperandTile;
+  constexpr int kQueries = Config::kQueries;
   int stage = 0, phase = 0;
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
@@ -108,11 +114,12 @@ HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, Backwar
   const bool elected = threadIdx.x % 32 == 0, wanted = a.workspace.dq != nullptr;
   const float* const source = s.dq + warpgroup * Split::kFloats0;
   const uint32_t bytes = 4 * (warpgroup ? Split::kFloats1 : Split::kFloats0);
-  int32_t* owed = nullptr;                  // the turn to pass on once this thread's last copy is in memory
+  int32_t* owed = nullptr;                  // deterministic: the turn to pass on once this thread's last sum is in memory
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
     HF_NO_UNROLL
     for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
+      const int64_t index = w.statistics_tile + int64_t(head) * a.queries.tiles + tile;
       barrier_arrive(kDqFreeBarrier + warpgroup, 160);
       if (owed) {
         bulk_wait<0>();
@@ -121,18 +128,14 @@ HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, Backwar
       }
       barrier_sync(kDqFullBarrier + warpgroup, 160);
       if (elected && wanted) {
-        const int64_t index = w.statistics_tile + int64_t(head) * a.queries.tiles + tile;
-        int32_t* const turn = a.workspace.turns + 2 * index + warpgroup;
-        const int place = w.key_tile - max(0, tile * kQueries + w.first_seen_key) / Config::kKeys;
-        const bool first = a.p.deterministic ? turn_wait(turn, place) : turn_claim(turn);
+        if (a.workspace.turns) {
+          owed = a.workspace.turns + 2 * index + warpgroup;
+          turn_await(owed, w.key_tile - max(0, tile * kQueries + w.first_seen_key) / Config::kKeys);
+        }
         float* const target = a.workspace.dq + index * (kQueries * Config::kHeadDim) + warpgroup * Split::kFloats0;
-        if (first)
-          bulk_store(target, source, bytes);
-        else
-          bulk_reduce_add(target, source, bytes);
+        bulk_reduce_add(target, source, bytes);
         bulk_commit();
         bulk_wait_read<0>();
-        if (first || a.p.deterministic) owed = turn;
       }
       __syncwarp();
     }
@@ -339,6 +342,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   w.key_tile = place.tile, w.kv_head = place.head, w.batch = place.batch;
   w.first_key = place.tile * Config::kKeys;
   if (w.first_key >= sequence.k_length) return;
+  const Range queries = mask.queries(w.first_key, w.first_key + Config::kKeys);
+  w.group = a.p.heads / a.p.kv_heads, w.first_head = w.kv_head * w.group;
+  w.first_tile = uniform(queries.empty() ? 0 : queries.begin / Config::kQueries);
+  w.last_tile = uniform(queries.empty() ? 0 : ceil_div(queries.end, Config::kQueries));
+  w.first_seen_key = mask.left < 0 ? -(1 << 30) : int(max(int64_t(mask.diagonal) - mask.left, int64_t(-(1 << 30))));
+  w.q_rows = a.q_layout.sequence(w.batch, sequence.q_row, sequence.q_length);
+  w.k_rows = a.k_layout.sequence(w.batch, sequence.k_row, sequence.k_length);
+  w.statistics_tile = a.queries.first_tile(w.batch, w.first_head);
+
   if (threadIdx.x == 0) {
     mbarrier_init(&s.kv_arrived, 1);
     for (int i = 0; i < 2; ++i) {
@@ -348,25 +360,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
       mbarrier_init(&s.grad_out_released[i], 2);
     }
     fence_mbarrier_init();
+    load_keys<Config>(a, w, s);     // before the others are ready
+    s.batch = w.batch, s.first_head = w.first_head;
   }
-  w.group = a.p.heads / a.p.kv_heads, w.first_head = w.kv_head * w.group;
-  if (threadIdx.x == 0) s.batch = w.batch, s.first_head = w.first_head;
   __syncthreads();
-
-  const Range queries = mask.queries(w.first_key, w.first_key + Config::kKeys);
-  w.first_tile = uniform(queries.empty() ? 0 : queries.begin / Config::kQueries);
-  w.last_tile = uniform(queries.empty() ? 0 : ceil_div(queries.end, Config::kQueries));
-  w.first_seen_key = mask.left < 0 ? -(1 << 30) : int(max(int64_t(mask.diagonal) - mask.left, int64_t(-(1 << 30))));
-  w.q_rows = a.q_layout.sequence(w.batch, sequence.q_row, sequence.q_length);
-  w.k_rows = a.k_layout.sequence(w.batch, sequence.k_row, sequence.k_length);
-  w.statistics_tile = a.queries.first_tile(w.batch, w.first_head);
 
   if (warpgroup > 0) {
     registers_grow<Config::kConsumerRegisters>();
     consume<Config>(a, w, mask, s, warpgroup - 1);
   } else {
     registers_shrink<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) load_operands<Config>(a, w, s);
+    if (threadIdx.x == 0) load_queries<Config>(a, w, s);
     if (warp == 1 || warp == 2) add_dq<Config>(a, w, s, warp - 1);
   }
 }

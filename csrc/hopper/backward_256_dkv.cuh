@@ -107,20 +107,24 @@ HF_DEVICE void store_sums(const float (&sums)[Config::kHeadDim / 2], float facto
   }
 }
 
-// One thread brings k, q and the LSE (which = 0), another v, grad_out and delta (1).
+template <class Config> HF_DEVICE void load_dkv_keys(const WideArguments& a, DkvShared<Config>& s, int which) {
+  using T = typename Config::OperandTile;
+  const DkvWork& w = s.work;
+  uint64_t* const arrived = which ? &s.v_arrived : &s.k_arrived;
+  mbarrier_expect_bytes(arrived, T::bytes(64));
+  T::template load<64>(which ? static_cast<void*>(s.v) : s.k, which ? &a.v : &a.k, arrived, a.copies,
+                       w.k_rows.row + w.first_key, w.kv_head, w.k_rows.outer);
+}
+// One thread brings q and the LSE (which = 0), another grad_out and delta (1).
 template <class Config>
-HF_DEVICE void load_dkv_operands(const WideArguments& a, DkvShared<Config>& s, int which) {
+HF_DEVICE void load_dkv_queries(const WideArguments& a, DkvShared<Config>& s, int which) {
   const DkvWork& w = s.work;
   using T = typename Config::OperandTile;
-  uint64_t* const once = which ? &s.v_arrived : &s.k_arrived;
   uint64_t* const arrived = which ? s.grad_out_arrived : s.q_arrived;
   uint64_t* const released = which ? s.grad_out_released : s.q_released;
   const CUtensorMap* const map = which ? &a.grad_out : &a.q;
   char* const tiles = reinterpret_cast<char*>(which ? s.grad_out : s.q);
   float* const row_values = which ? s.delta[0] : s.lse[0];
-  mbarrier_expect_bytes(once, T::bytes(64));
-  T::template load<64>(which ? static_cast<void*>(s.v) : s.k, which ? &a.v : &a.k, once, a.copies,
-                       w.k_rows.row + w.first_key, w.kv_head, w.k_rows.outer);
   int stage = 0, phase = 0;
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
@@ -380,12 +384,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dkv_kernel(const
       mbarrier_init(&s.grad_out_released[i], 8);
     }
     fence_mbarrier_init();
+    load_dkv_keys(a, s, 0);        // before the others are ready
+    load_dkv_keys(a, s, 1);
   }
   __syncthreads();
 
   if (warpgroup == 0) {
     registers_shrink<Config::kProducerRegisters>();
-    if (threadIdx.x == 0 || threadIdx.x == 32) load_dkv_operands<Config>(a, s, threadIdx.x / 32);
+    if (threadIdx.x == 0 || threadIdx.x == 32) load_dkv_queries<Config>(a, s, threadIdx.x / 32);
   } else if (warpgroup == 1) {
     registers_grow<Config::kConsumerRegisters>();
     accumulate_dv<Config>(a, s);

@@ -13,6 +13,7 @@ struct DqWork {
   int first_tile, last_tile;       // of 64 keys
   int k_length, diagonal;
   RowCoordinates q_rows, k_rows;
+  int64_t statistics;              // row of the first query in the workspace
 };
 
 template <class Config> struct DqShared {
@@ -38,12 +39,14 @@ HF_DEVICE void zero_rows(const Tensor& t, const Sequence& sequence, int head, in
 template <class Config> HF_DEVICE void load_dq_operands(const WideArguments& a, DqShared<Config>& s) {
   const DqWork& w = s.work;
   using T = typename Config::OperandTile;
-  const auto load_queries = [&](void* tile, const CUtensorMap* map, uint64_t* arrived, int warpgroup) {
+  const auto load_queries = [&](void* tile, const CUtensorMap* map, float* values, const float* source,
+                                uint64_t* arrived, int warpgroup) {
     const int row = w.first_query + warpgroup * 64;
     if (row >= w.k_length - w.diagonal)   // no queries: whatever the tile holds, their dq is not stored
       return mbarrier_arrive(arrived);
-    mbarrier_expect_bytes(arrived, T::bytes(64));
+    mbarrier_expect_bytes(arrived, T::bytes(64) + 256);
     T::template load<64>(tile, map, arrived, a.copies, w.q_rows.row + row, w.head, w.q_rows.outer);
+    bulk_load(values + warpgroup * 64, source + w.statistics + warpgroup * 64, 256, arrived);
   };
   const auto load_keys = [&](void* tile, const CUtensorMap* map, uint64_t* arrived, int key_tile) {
     mbarrier_expect_bytes(arrived, T::bytes(64));
@@ -201,11 +204,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dq_kernel(const 
     zero_rows<typename Config::Element>(a.p.grad_q, sequence, place.head, first_query, Config::kDqRows, a.p.head_dim);
     return;
   }
-  if (threadIdx.x < Config::kDqRows) {
-    const int64_t row = (a.queries.first_tile(place.batch, place.head) + tile) * Config::kDqRows + threadIdx.x;
-    s.lse[threadIdx.x] = a.workspace.lse_log2[row];
-    s.delta[threadIdx.x] = a.workspace.delta[row];
-  }
   const Range tiles{uniform(keys.begin / 64), uniform(ceil_div(keys.end, 64))};
   if (threadIdx.x == 0) {
     DqWork& w = s.work;
@@ -215,6 +213,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dq_kernel(const 
     w.k_length = sequence.k_length, w.diagonal = mask.diagonal;
     w.q_rows = a.q_layout.sequence(place.batch, sequence.q_row, sequence.q_length);
     w.k_rows = a.k_layout.sequence(place.batch, sequence.k_row, sequence.k_length);
+    w.statistics = (a.queries.first_tile(place.batch, place.head) + tile) * Config::kDqRows;
 
     mbarrier_init(&s.v_arrived, 1);
     mbarrier_init(&s.v_released, 2);

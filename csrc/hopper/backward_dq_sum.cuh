@@ -2,7 +2,6 @@
 // turn it is to add, and the conversion at the end. The buffer keeps the order of accumulator fragments, so that
 // copies are contiguous.
 #pragma once
-#include "../mask.cuh"
 #include "backward_plan.cuh"
 
 namespace hf_flash::hopper {
@@ -42,23 +41,12 @@ template <class Config> struct DqSplit {
   }
 };
 
-// Each half of a tile of dq has a turn, 0 at first. Deterministic: it counts the key tiles that are done, and the one
-// whose number it has goes next. Otherwise 1: the first copy is under way; 2: it is in memory, and all others may
-// add. Both return whether the caller is the first, which stores instead of adding: the buffer is not cleared
-// beforehand.
-HF_DEVICE void turn_await(const int32_t* turn, int value) {
-  while (*static_cast<const volatile int32_t*>(turn) < value) __nanosleep(32);
+// Deterministic sums: each half of a tile of dq has a turn, which counts the key tiles that are done; the one whose
+// number it has goes next.
+HF_DEVICE void turn_await(const int32_t* turn, int place) {
+  while (*static_cast<const volatile int32_t*>(turn) != place) __nanosleep(32);
   __threadfence();
   fence_async_global();
-}
-HF_DEVICE bool turn_wait(const int32_t* turn, int place) {
-  if (place > 0) turn_await(turn, place);
-  return place == 0;
-}
-HF_DEVICE bool turn_claim(int32_t* turn) {
-  if (*static_cast<volatile int32_t*>(turn) < 2 && atomicCAS(turn, 0, 1) == 0) return true;
-  turn_await(turn, 2);
-  return false;
 }
 HF_DEVICE void turn_pass(int32_t* turn) {
   __threadfence();
@@ -83,9 +71,6 @@ __global__ void __launch_bounds__(256) backward_convert_kernel(const __grid_cons
   const Sequence sequence(a.p, place.batch);
   const int first_row = place.tile * kQueries;
   if (first_row >= sequence.q_length) return;
-  // Nothing was ever written for queries that see no key.
-  const Mask mask(sequence.q_length, sequence.k_length, a.p.window_left, a.p.window_right);
-  const bool summed = !mask.keys(first_row, min(first_row + kQueries, sequence.q_length)).empty();
 
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
   const float* const source =
@@ -93,8 +78,7 @@ __global__ void __launch_bounds__(256) backward_convert_kernel(const __grid_cons
   HF_UNROLL
   for (int i = 0; i < Split::kVectors; ++i) {
     if (!Split::owns(warpgroup, thread, i)) continue;
-    const float4 f = summed ? *reinterpret_cast<const float4*>(source + Split::offset(warpgroup, thread, i))
-                            : make_float4(0, 0, 0, 0);
+    const float4 f = *reinterpret_cast<const float4*>(source + Split::offset(warpgroup, thread, i));
     const float x[4] = {f.x, f.y, f.z, f.w};
     HF_UNROLL
     for (int e = 0; e < 4; ++e) {

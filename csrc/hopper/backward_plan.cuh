@@ -63,7 +63,7 @@ struct TileGrid {
   }
 };
 
-// Row statistics of query tiles, each padded to a whole tile; dq in fp32 and two turns per tile
+// Row statistics of query tiles, each padded to a whole tile; dq in fp32 and, deterministic, two turns per tile
 // (backward_dq_sum.cuh).
 struct BackwardWorkspace {
   float *lse_log2, *delta, *dq;
@@ -72,7 +72,7 @@ struct BackwardWorkspace {
   // dq_floats: a row of dq, 0 where dq is summed in registers.
   static int64_t bytes(const TileGrid& queries, int dq_floats, const Params& p) {
     const int64_t tiles = queries.all_tiles(), rows = tiles * queries.rows;
-    return 4 * (2 * rows + (sums_dq(dq_floats, p) ? rows * dq_floats + 2 * tiles : 0));
+    return 4 * (2 * rows + (sums_dq(dq_floats, p) ? rows * dq_floats + (p.deterministic ? 2 * tiles : 0) : 0));
   }
   static BackwardWorkspace make(void* memory, const TileGrid& queries, int dq_floats, const Params& p) {
     const int64_t rows = queries.all_tiles() * queries.rows;
@@ -81,7 +81,7 @@ struct BackwardWorkspace {
     BackwardWorkspace w{lse_log2, lse_log2 + rows, nullptr, nullptr};
     if (sums_dq(dq_floats, p)) {
       w.dq = dq;
-      w.turns = reinterpret_cast<int32_t*>(dq + rows * dq_floats);
+      if (p.deterministic) w.turns = reinterpret_cast<int32_t*>(dq + rows * dq_floats);
     }
     return w;
   }
@@ -97,8 +97,8 @@ struct PrepareArguments {
 };
 
 // One block prepares one tile of queries: delta = rowsum(grad_out * out) - grad_lse; LSE in units of log2, +inf where
-// a row has no keys or does not exist, so that its probabilities are 0; zeros for turns. Also zeroes the gradients of
-// rows that belong to no sequence.
+// a row has no keys or does not exist, so that its probabilities are 0; zeros for dq and turns. Also zeroes the gradients
+// of rows that belong to no sequence.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(256) backward_prepare_kernel(const __grid_constant__ PrepareArguments a) {
   constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;   // of a row, 8 columns each
@@ -114,6 +114,10 @@ __global__ void __launch_bounds__(256) backward_prepare_kernel(const __grid_cons
   if (first_row >= sequence.q_length) return;
   const int64_t tile = a.queries.first_tile(place.batch, place.head) + place.tile;
   if (a.workspace.turns && threadIdx.x < 2) a.workspace.turns[2 * tile + threadIdx.x] = 0;
+  if (a.workspace.dq) {
+    auto* const dq = reinterpret_cast<float4*>(a.workspace.dq + tile * rows * kHeadDim);
+    for (int i = threadIdx.x; i < rows * kHeadDim / 4; i += 256) dq[i] = make_float4(0, 0, 0, 0);
+  }
 
   const int column = threadIdx.x % kLanes * 8;
   const Element* const out = sequence.q_base<Element>(p.out, place.head) + column;

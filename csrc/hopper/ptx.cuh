@@ -66,11 +66,6 @@ HF_DEVICE void bulk_load(void* destination, const void* source, uint32_t bytes, 
                "l"(source), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-HF_DEVICE void bulk_store(void* destination, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
-               "r"(shared_address(source)), "r"(bytes)
-               : "memory");
-}
 // destination[i] += source[i] for fp32 in global memory, in no particular order.
 HF_DEVICE void bulk_reduce_add(float* destination, const void* source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),

@@ -251,11 +251,6 @@ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barri
   load(barrier, [=] { memcpy(shared, global, bytes); return int(bytes); });
 }
 
-void bulk_store(void* global, const void* shared, uint32_t bytes) {
-  check_bulk(shared, global, bytes);
-  store([=] { memcpy(global, shared, bytes); });
-}
-
 void bulk_reduce_add(float* global, const void* shared, uint32_t bytes) {
   check_bulk(shared, global, bytes);
   store([=] {

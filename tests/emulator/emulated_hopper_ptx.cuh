@@ -45,9 +45,6 @@ inline void tma_prefetch(const CUtensorMap*) {}
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
   hf_emulator::bulk_load(shared, global, bytes, barrier);
 }
-inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
-  hf_emulator::bulk_store(global, shared, bytes);
-}
 inline void bulk_reduce_add(float* global, const void* shared, uint32_t bytes) {
   hf_emulator::bulk_reduce_add(global, shared, bytes);
 }

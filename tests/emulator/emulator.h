@@ -75,7 +75,6 @@ void tma_load(void* shared, const CUtensorMap* map, uint64_t* barrier, std::init
 void tma_store(const CUtensorMap* map, const void* shared, std::initializer_list<int> coordinates);
 void tma_reduce_add(const CUtensorMap* map, const void* shared, std::initializer_list<int> coordinates);
 void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
-void bulk_store(void* global, const void* shared, uint32_t bytes);
 void bulk_reduce_add(float* global, const void* shared, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(int pending);
