@@ -10,7 +10,7 @@ import pytest
 from emulator import build
 
 FILES = ("test_attention", "test_varlen", "test_kvcache", "test_dropout", "test_bad_input")
-HEAD_DIMS = (64, 80)
+HEAD_DIMS = (32, 64, 80)
 
 pytestmark = [
     pytest.mark.slow,

@@ -59,10 +59,11 @@ def test_import_and_the_cpu_backend_work_beside_a_corrupt_library(tmp_path):
     assert result.returncode == 0 and "tensor(16." in result.stdout, result.stderr
 
 
-def test_importing_hf_flash_loads_neither_the_library_nor_transformers():
+def test_importing_hf_flash_does_not_load_the_library():
+    """And it works where transformers cannot be imported."""
     code = (
-        "import sys, hf_flash; from hf_flash import library; assert library._status is None; "
-        "assert not {'transformers', 'hf_flash.patching', 'triton'} & set(sys.modules); print('fine')"
+        "import sys; sys.modules['transformers'] = None; import hf_flash; from hf_flash import library; "
+        "assert library._status is None; hf_flash.flash_attn_func; print('fine')"
     )
     result = run_python(code)
     assert "fine" in result.stdout, result.stderr
