@@ -384,8 +384,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dkv_kernel(const
       mbarrier_init(&s.grad_out_released[i], 8);
     }
     fence_mbarrier_init();
-    load_dkv_keys(a, s, 0);        // before the others are ready
-    load_dkv_keys(a, s, 1);
+    load_dkv_keys<Config>(a, s, 0);   // before the others are ready
+    load_dkv_keys<Config>(a, s, 1);
   }
   __syncthreads();
 

@@ -52,11 +52,11 @@ template <class Config> HF_DEVICE void load_dq_operands(const WideArguments& a, 
     mbarrier_expect_bytes(arrived, T::bytes(64));
     T::template load<64>(tile, map, arrived, a.copies, w.k_rows.row + key_tile * 64, w.kv_head, w.k_rows.outer);
   };
-  load_queries(s.q[0], &a.q, &s.q_arrived[0], 0);
+  load_queries(s.q[0], &a.q, s.lse, a.workspace.lse_log2, &s.q_arrived[0], 0);
   load_keys(s.k[0], &a.k, &s.k_arrived[0], w.last_tile - 1);
-  load_queries(s.q[1], &a.q, &s.q_arrived[1], 1);
-  load_queries(s.grad_out[0], &a.grad_out, &s.grad_out_arrived[0], 0);
-  load_queries(s.grad_out[1], &a.grad_out, &s.grad_out_arrived[1], 1);
+  load_queries(s.q[1], &a.q, s.lse, a.workspace.lse_log2, &s.q_arrived[1], 1);
+  load_queries(s.grad_out[0], &a.grad_out, s.delta, a.workspace.delta, &s.grad_out_arrived[0], 0);
+  load_queries(s.grad_out[1], &a.grad_out, s.delta, a.workspace.delta, &s.grad_out_arrived[1], 1);
   int stage = 1, phase = 0, v_phase = 1;
   HF_NO_UNROLL
   for (int tile = w.last_tile - 1; tile >= w.first_tile; --tile) {
@@ -85,10 +85,9 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
   HF_UNROLL
   for (int i = 0; i < kHeadDim / 2; ++i) dq[i] = 0.f;
 
-  // Statistics of this thread's rows 0 and 8, in registers unless the general form has none to spare.
+  // Statistics of this thread's rows 0 and 8.
   const auto lse_of = [&](int row) { return s.lse[warpgroup * 64 + warp * 16 + lane / 4 + row]; };
   const auto delta_of = [&](int row) { return s.delta[warpgroup * 64 + warp * 16 + lane / 4 + row]; };
-  const float lse[2] = {lse_of(0), lse_of(8)}, delta[2] = {delta_of(0), delta_of(8)};
   // opaque: descriptors are made where they are used, or ptxas keeps one per step in registers and spills.
   const auto multiply_scores = [&](float (&scores)[32], int stage) {
     multiply_rows<Config>(scores, T::k_major(s.q[opaque(warpgroup)]), T::k_major(s.k[stage]));
@@ -125,14 +124,16 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
           if (8 * i + 1 >= limit) scores[4 * i + 2 * r + 1] = -INFINITY;
         }
       }
+      const float lse[2] = {lse_of(0), lse_of(8)};
       HF_UNROLL
       for (int i = 0; i < 32; ++i) scores[i] = ex2(fmaf(scores[i], a.scores.scale_log2, -lse[i / 2 % 2]));
     }
   };
   const auto differentiate = [&](const float (&weights)[32], float (&dp)[32]) {
+    const float delta[2] = {delta_of(0), delta_of(8)};
     HF_UNROLL
     for (int i = 0; i < 32; ++i)
-      dp[i] = Config::kGeneral ? score_gradient(weights[i], dp[i] * a.scores.keep_scale, delta_of(i / 2 % 2 * 8))
+      dp[i] = Config::kGeneral ? score_gradient(weights[i], dp[i] * a.scores.keep_scale, delta[i / 2 % 2])
                                : weights[i] * (dp[i] - delta[i / 2 % 2]);
     HF_UNROLL
     for (int i = 0; i < 16; ++i) ds_packed[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
