@@ -22,7 +22,7 @@ from families import (
 )
 
 import hf_flash
-from hf_flash import layout
+from hf_flash import interface, layout
 
 transformers.logging.set_verbosity_error()
 DROPOUT = {
@@ -137,18 +137,39 @@ def test_half_precision_models_attend_in_one_dtype(name, dtype):
         assert cache.layers[0].keys.dtype == dtype
 
 
-def test_fp32_norms_before_half_projections():
-    """QLoRA keeps norms in fp32: what the projections hand on decides, and the output fits the next projection."""
-    for name in ("llama", "gpt2", "bert"):
-        model = hf_flash.patch_model(make(name)).to(torch.bfloat16)
-        for module in model.modules():
-            if "Norm" in type(module).__name__:
-                module.float()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch_of(name)).loss
-        assert loss.isfinite()
-        loss.backward()
-        assert hf_flash.report(model).stock_calls == 0
+@pytest.mark.parametrize("name", ["llama", "gptj", "codegen", "gpt2", "bert"])
+def test_fp32_norms_before_half_projections(name, monkeypatch):
+    """Row 71: QLoRA keeps norms in fp32; attention runs in bf16, and its output fits the next projection."""
+    dtypes, original = [], layout.flash_attn_varlen_func
+    monkeypatch.setattr(
+        layout, "flash_attn_varlen_func", lambda *a, **k: (dtypes.extend(x.dtype for x in a[:3]), original(*a, **k))[1]
+    )
+    exact, model = make(name), hf_flash.patch_model(make(name)).to(torch.bfloat16)
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            module.float()
+    batch = batch_of(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+    assert abs(loss - exact(**batch).loss) < 0.15
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert set(dtypes) == {torch.bfloat16} and hf_flash.report(model).stock_calls == 0
+
+
+@pytest.mark.parametrize("dtypes", ["32 16 16", "16 32 16", "32 32 16", "16 16 32"])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_mixed_inputs_attend_in_the_half_precision_among_them(dtypes, half):
+    """Rows 64, 71: fp32 queries or keys of a rotary embedding or a norm, outside autocast."""
+    module = torch.nn.Module()
+    module.is_causal = True
+    kinds = [half if number == "16" else torch.float32 for number in dtypes.split()]
+    q, k, v = (torch.randn(1, 2, 5, 8).to(kind).requires_grad_() for kind in kinds)
+    out, _ = interface.fused_attention(module, q, k, v)
+    expected, _ = interface.fused_attention(module, *(x.to(half) for x in (q, k, v)))
+    assert out.dtype == half and torch.equal(out, expected)
+    out.float().sum().backward()
+    assert [x.grad.dtype for x in (q, k, v)] == kinds
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -237,12 +258,14 @@ def test_prefix_and_prompt_tuning_equal_stock(name, method, kind):
     assert_gradients_close(models[1], models[0])
 
 
-def test_checkpointing_with_peft_and_cache_left_on():
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_with_peft_and_cache_left_on(reentrant):
+    """Row 74."""
     stock, ours = (lora(make("llama"), "llama") for _ in range(2))
     hf_flash.patch_model(ours)
     for model in (stock, ours):
         model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.train()
         model(**batch_of_seeded()).loss.backward()
     assert_gradients_close(ours, stock)
@@ -279,6 +302,24 @@ def test_trainer_packs_documents_without_losing_their_positions(tmp_path, monkey
     assert next(model.parameters()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "adapter"])
+def test_trainer_keeps_a_column_of_positions(tmp_path, monkeypatch, wrapped):
+    """Row 23: columns that the signature of forward does not name are dropped, and documents would mix in silence."""
+    datasets = pytest.importorskip("datasets")
+    model, packed = hf_flash.patch_model(make("llama")), []
+    model = lora(model, "llama", task_type="CAUSAL_LM") if wrapped else model
+    original = layout.flash_attn_varlen_func
+    monkeypatch.setattr(layout, "flash_attn_varlen_func", lambda *a, **k: (packed.append(a[3]), original(*a, **k))[1])
+    ids = tokens(4, 9).tolist()
+    rows = {"input_ids": ids, "labels": ids, "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 1]] * 4, "source": ["x"] * 4}
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    transformers.Trainer(model, arguments, train_dataset=datasets.Dataset.from_dict(rows)).train()
+    assert len(packed) == 2 * 2 and all(offsets.tolist() == [0, 3, 7, 9, 12, 16, 18] for offsets in packed)
+
+
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
@@ -304,16 +345,19 @@ def test_compiled_in_one_graph_forward_and_backward(name):
 # ---- what is counted -------------------------------------------------------------------------------------------------
 
 
+WITHOUT_READS = ("attention", "forward", "interface", "kvcache", "layout", "ops", "padding", "wholemodel")
+
+
 @contextlib.contextmanager
 def host_reads():
-    """Counts the layout's reads of device values by the host: on a GPU each would wait."""
+    """Counts hf_flash's reads of device values by the host: on a GPU each would wait."""
     reads, names = [], ("item", "tolist", "__bool__", "__int__", "nonzero")
     originals = {name: getattr(torch.Tensor, name) for name in names}
 
     def counted(name):
         def method(self, *args, **kwargs):
             file = inspect.currentframe().f_back.f_code.co_filename
-            if file.endswith(("layout.py", "interface.py", "forward.py")):
+            if file.endswith(tuple(f"hf_flash/{name}.py" for name in WITHOUT_READS)):
                 reads.append(name)
             return originals[name](self, *args, **kwargs)
 
@@ -340,3 +384,17 @@ def test_at_most_one_host_read_for_a_forward(name, kind):
     with host_reads() as reads:
         model(**given)
     assert reads == ([] if kind is None else ["tolist"])
+
+
+@pytest.mark.parametrize("kind", ["left", "holes", "full"])
+@pytest.mark.parametrize("name", ["llama", "gptj", "gpt2"])
+def test_at_most_one_host_read_for_a_step_of_generation(name, kind):
+    """Row 68: none for each layer, and one for the step."""
+    model, mask = hf_flash.patch_model(make(name)), mask_of(kind)
+    with torch.no_grad():
+        cache = model(input_ids=tokens(), attention_mask=mask, use_cache=True).past_key_values
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        given = {"input_ids": tokens(3, 1), "attention_mask": mask, "use_cache": True}
+        with host_reads() as reads:
+            model(**given, past_key_values=cache)
+    assert len(reads) <= 1 and hf_flash.report(model).stock_calls == 0

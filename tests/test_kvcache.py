@@ -193,3 +193,20 @@ def test_a_cache_step_by_step_equals_all_at_once(backend):
     ]
     whole = hf_flash.flash_attn_func(q, k, v, causal=True)
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_at_far_positions(backend, interleaved):
+    """Row 80: position 32 000 turns by its own angle, not by one that low precision rounded."""
+    at, half = 32_000, 16
+    frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(at + 2, dtype=torch.float64)[:, None] * frequencies
+    cos, sin = (x.to(backend.device, torch.float32) for x in (angles.cos(), angles.sin()))
+    cache = [torch.zeros(1, at + 2, 1, 64, dtype=backend.dtypes[0], device=backend.device) for _ in "kv"]
+    q, k, v = (make((1, 2, 1, 64), backend.dtypes[0], backend.device) for _ in range(3))
+    hf_flash.flash_attn_with_kvcache(
+        q, *cache, k, v, cos, sin, cache_seqlens=at, causal=True, rotary_interleaved=interleaved, window_size=(8, 0)
+    )
+    expected = turn(k[0], cos, sin, at, interleaved)
+    torch.testing.assert_close(cache[0][0, at:], expected, rtol=2e-2, atol=2e-2)
+    assert (expected - turn(k[0], cos, sin, at - 1, interleaved)).abs().max() > 0.1

@@ -409,6 +409,20 @@ def test_other_systems_are_told_in_one_line_before_anything_runs(platform, tree)
     assert "Traceback" not in done.stderr
 
 
+def test_the_library_includes_nothing_of_torch_so_that_none_of_its_versions_can_break_it():
+    """Row 96: what crosses the boundary is C, and the build gets no path to torch."""
+    included = {
+        name
+        for source in (ROOT / "csrc").rglob("*.*")
+        if source.suffix in (".cu", ".cuh", ".h")
+        for name in re.findall(r'#include [<"]([^>"]+)[>"]', source.read_text())
+    }
+    assert "hf_flash.h" in {Path(name).name for name in included}
+    assert not [name for name in included if name.split("/")[0].lower() in ("torch", "aten", "c10", "pybind11")]
+    objects, _ = build.plan_objects(build.parse_architectures("8.0;9.0a"), {64})
+    assert "torch" not in build.ninja_text("nvcc", objects, Path("out")).replace(str(ROOT), "")
+
+
 def test_a_corrupt_library_does_not_break_the_import(tmp_path):
     broken = tmp_path / "libhf_flash.so"
     broken.write_bytes(b"not a library")
