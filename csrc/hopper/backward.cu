@@ -53,7 +53,10 @@ template <class Config, class Arguments> void fill(Arguments& a, const Params& p
 
 template <class Config, class Arguments> int prepare(const Arguments& a, cudaStream_t stream) {
   const auto kernel = backward_prepare_kernel<typename Config::Element, Config::kHeadDim>;
-  return launch(kernel, a.queries.all_tiles(), 256, 0, stream, PrepareArguments{a.p, a.queries, a.workspace});
+  using Prepare = PrepareConfig<Config::kHeadDim>;
+  static_assert(Config::kStatisticsRows % Prepare::kRows == 0, "a tile is a whole number of blocks");
+  const int64_t blocks = a.queries.all_tiles() * (Config::kStatisticsRows / Prepare::kRows);
+  return launch(kernel, blocks, Prepare::kThreads, 0, stream, PrepareArguments{a.p, a.queries, a.workspace});
 }
 
 template <class Config>

@@ -114,7 +114,7 @@ HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, Backwar
   const bool elected = threadIdx.x % 32 == 0, wanted = a.workspace.dq != nullptr;
   const float* const source = s.dq + warpgroup * Split::kFloats0;
   const uint32_t bytes = 4 * (warpgroup ? Split::kFloats1 : Split::kFloats0);
-  int32_t* owed = nullptr;                  // deterministic: the turn to pass on once this thread's last sum is in memory
+  int32_t* owed = nullptr;                  // deterministic: the turn to pass on once the last sum is in memory
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
     HF_NO_UNROLL

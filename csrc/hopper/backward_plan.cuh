@@ -96,63 +96,66 @@ struct PrepareArguments {
   BackwardWorkspace workspace;
 };
 
-// One block prepares one tile of queries: delta = rowsum(grad_out * out) - grad_lse; LSE in units of log2, +inf where
-// a row has no keys or does not exist, so that its probabilities are 0; zeros for dq and turns. Also zeroes the gradients
-// of rows that belong to no sequence.
+// Prepares the rows of queries: delta = rowsum(grad_out * out) - grad_lse; LSE in units of log2, +inf where a row has
+// no keys or does not exist, so that its probabilities are 0; zeros for dq and turns. Also zeroes the gradients of
+// rows that belong to no sequence. Bound by memory: a block takes only as many rows as its threads load at once, so
+// that many blocks are under way.
+template <int kHeadDim> struct PrepareConfig {
+  static constexpr int kThreads = 256;
+  static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;   // of a row, 8 columns each
+  static constexpr int kRows = kThreads / kLanes;                                 // divides every tile of queries
+};
+
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(256) backward_prepare_kernel(const __grid_constant__ PrepareArguments a) {
-  constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;   // of a row, 8 columns each
-  constexpr int kRowsAtOnce = 256 / kLanes, kUnroll = 4;                   // loads of kUnroll rows run together
+__global__ void __launch_bounds__(256, 6) backward_prepare_kernel(const __grid_constant__ PrepareArguments a) {
+  using Config = PrepareConfig<kHeadDim>;
+  constexpr int kLanes = Config::kLanes, kRows = Config::kRows;
   const Params& p = a.p;
   zero_unowned_rows<Element>(p.grad_q, p.cu_seqlens_q, p.batch, p.total_q, p.heads, p.head_dim);
   zero_unowned_rows<Element>(p.grad_k, p.cu_seqlens_k, p.batch, p.total_k, p.kv_heads, p.head_dim);
   zero_unowned_rows<Element>(p.grad_v, p.cu_seqlens_k, p.batch, p.total_k, p.kv_heads, p.head_dim);
 
-  const TilePlace place = a.queries.place(blockIdx.x);
+  const unsigned parts = a.queries.rows / kRows;
+  const TilePlace place = a.queries.place(blockIdx.x / parts);
   const Sequence sequence(p, place.batch);
-  const int rows = a.queries.rows, first_row = place.tile * rows;
-  if (first_row >= sequence.q_length) return;
+  if (place.tile * a.queries.rows >= sequence.q_length) return;
+  const int inside = blockIdx.x % parts * kRows + threadIdx.x / kLanes, row = place.tile * a.queries.rows + inside;
+  const int column = threadIdx.x % kLanes * 8;
   const int64_t tile = a.queries.first_tile(place.batch, place.head) + place.tile;
-  if (a.workspace.turns && threadIdx.x < 2) a.workspace.turns[2 * tile + threadIdx.x] = 0;
+  const bool exists = row < sequence.q_length;
+
+  uint4 out = make_uint4(0, 0, 0, 0), grad_out = out;
+  if (exists && column < p.head_dim) {
+    out = *reinterpret_cast<const uint4*>(sequence.q_base<Element>(p.out, place.head) + row * p.out.row_stride +
+                                          column);
+    grad_out = *reinterpret_cast<const uint4*>(sequence.q_base<Element>(p.grad_out, place.head) +
+                                               row * p.grad_out.row_stride + column);
+  }
+  if (a.workspace.turns && blockIdx.x % parts == 0 && threadIdx.x < 2) a.workspace.turns[2 * tile + threadIdx.x] = 0;
   if (a.workspace.dq) {
-    auto* const dq = reinterpret_cast<float4*>(a.workspace.dq + tile * rows * kHeadDim);
-    for (int i = threadIdx.x; i < rows * kHeadDim / 4; i += 256) dq[i] = make_float4(0, 0, 0, 0);
+    auto* const dq = reinterpret_cast<float4*>(
+        a.workspace.dq + (tile * a.queries.rows + blockIdx.x % parts * kRows) * kHeadDim);
+    HF_UNROLL
+    for (int i = 0; i < ceil_div(kRows * kHeadDim, 4 * Config::kThreads); ++i)
+      if (i * Config::kThreads + threadIdx.x < kRows * kHeadDim / 4)
+        dq[i * Config::kThreads + threadIdx.x] = make_float4(0, 0, 0, 0);
   }
 
-  const int column = threadIdx.x % kLanes * 8;
-  const Element* const out = sequence.q_base<Element>(p.out, place.head) + column;
-  const Element* const grad_out = sequence.q_base<Element>(p.grad_out, place.head) + column;
-  const int64_t lse_base = sequence.lse_base(p, place.batch, place.head);
-  for (int first = threadIdx.x / kLanes; first < rows; first += kRowsAtOnce * kUnroll) {
-    uint4 x[kUnroll], y[kUnroll];
-    HF_UNROLL
-    for (int u = 0; u < kUnroll; ++u) {
-      const int row = first_row + first + u * kRowsAtOnce;
-      x[u] = y[u] = make_uint4(0, 0, 0, 0);
-      if (row >= sequence.q_length || column >= p.head_dim) continue;
-      x[u] = *reinterpret_cast<const uint4*>(out + row * p.out.row_stride);
-      y[u] = *reinterpret_cast<const uint4*>(grad_out + row * p.grad_out.row_stride);
-    }
-    HF_UNROLL
-    for (int u = 0; u < kUnroll; ++u) {
-      const int inside = first + u * kRowsAtOnce, row = first_row + inside;
-      const uint32_t xs[4] = {x[u].x, x[u].y, x[u].z, x[u].w}, ys[4] = {y[u].x, y[u].y, y[u].z, y[u].w};
-      float sum = 0.f;
-      HF_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const float2 f = unpack<Element>(xs[i]), g = unpack<Element>(ys[i]);
-        sum += f.x * g.x + f.y * g.y;
-      }
-      HF_UNROLL
-      for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-      if (column != 0 || inside >= rows) continue;
-      const bool exists = row < sequence.q_length;
-      const float lse = exists ? p.lse[lse_base + row] : -INFINITY;
-      if (exists && p.grad_lse) sum -= p.grad_lse[lse_base + row];
-      a.workspace.lse_log2[tile * rows + inside] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-      a.workspace.delta[tile * rows + inside] = lse == -INFINITY ? 0.f : sum;
-    }
+  const uint32_t x[4] = {out.x, out.y, out.z, out.w}, y[4] = {grad_out.x, grad_out.y, grad_out.z, grad_out.w};
+  float sum = 0.f;
+  HF_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const float2 f = unpack<Element>(x[i]), g = unpack<Element>(y[i]);
+    sum += f.x * g.x + f.y * g.y;
   }
+  HF_UNROLL
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+  if (column != 0) return;
+  const int64_t lse_row = sequence.lse_base(p, place.batch, place.head) + row;
+  const float lse = exists ? p.lse[lse_row] : -INFINITY;
+  if (exists && p.grad_lse) sum -= p.grad_lse[lse_row];
+  a.workspace.lse_log2[tile * a.queries.rows + inside] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+  a.workspace.delta[tile * a.queries.rows + inside] = lse == -INFINITY ? 0.f : sum;
 }
 
 }  // namespace hf_flash::hopper
