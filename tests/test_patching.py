@@ -180,6 +180,20 @@ def test_pooled_output_and_hidden_states_equal_stock():
         assert_rows_close(ours_state, stock_state, mask)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pooling_with_the_mask_equals_stock_and_padding_is_zero(name):
+    """Row 36: outputs at padding are zeros where stock leaves values, so pooling without the mask differs."""
+    stock, ours = pair(name, "AutoModel")
+    mask = mask_of("right")
+    given = {"input_ids": tokens(), "attention_mask": mask, **({} if name in ENCODERS else {"use_cache": False})}
+    found, expected = ours(**given).last_hidden_state, stock(**given).last_hidden_state
+    weight = mask[:, :, None] / mask.sum(1)[:, None, None]
+    torch.testing.assert_close((found * weight).sum(1), (expected * weight).sum(1), atol=1e-5, rtol=1e-5)
+    assert not found[mask == 0].any() and expected[mask == 0].any()
+    assert (found.mean(1) - expected.mean(1)).abs().max() > 1e-3
+    torch.testing.assert_close(found[:, 0], expected[:, 0], atol=1e-5, rtol=1e-5)  # BERT's [CLS]
+
+
 # ---- what cannot be fused --------------------------------------------------------------------------------------------
 
 
@@ -218,6 +232,25 @@ def test_a_mask_of_four_dimensions_is_honoured(name, boolean):
     with pytest.warns(UserWarning, match="a dense attention mask was given"):
         found = hidden_of(ours(input_ids=ids, attention_mask=seen if boolean else additive))
     assert_rows_close(found, hidden_of(stock(input_ids=ids, attention_mask=additive)), torch.ones(3, 12))
+
+
+@pytest.mark.parametrize("shape", ["queries by keys", "keys alone"])
+def test_a_dense_mask_of_an_encoder_is_honoured(shape):
+    """Row 15."""
+    stock, ours = pair("bert")
+    seen = torch.ones(3, 1, 12, 12, dtype=torch.bool)
+    if shape == "queries by keys":
+        seen[:, :, 7, 2] = False
+    else:
+        seen[:, :, :, 9:] = False
+    ids, mask = tokens(), torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    if VERSION < (5, 0):  # takes three axes of ones and zeros
+        mask = seen[:, 0].float()
+    with pytest.warns(UserWarning, match="a dense attention mask was given"):
+        found = hidden_of(ours(input_ids=ids, attention_mask=mask))
+    expected = hidden_of(stock(input_ids=ids, attention_mask=mask))
+    assert_rows_close(found, expected, torch.ones(3, 12))
+    assert (expected - hidden_of(stock(input_ids=ids))).abs().max() > 1e-3
 
 
 @pytest.mark.skipif(VERSION >= (5, 0), reason="transformers 5 has no head masks")

@@ -161,6 +161,18 @@ def test_more_than_65535_sequences_and_heads(kernel, forced):
 
 
 @kernels
+def test_swapped_axes_are_a_correct_run_of_many_heads(kernel, forced):
+    """Row 22: (batch, heads, seq, head_dim) in the place of (batch, seq, heads, head_dim): 71280 heads, 12 tokens."""
+    q, k, v = (normal(1, 12, 71_280, 64, grad=True) for _ in range(3))
+    out = hf_flash.flash_attn_func(q, k, v, deterministic=True)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    few = [x[:, :, -3:].detach().clone().requires_grad_() for x in (q, k, v)]
+    alone = hf_flash.flash_attn_func(*few, deterministic=True)
+    expected = (alone, *torch.autograd.grad(alone, few, torch.ones_like(alone)))
+    assert all(torch.equal(x[:, :, -3:], y) for x, y in zip((out, *grads), expected))
+
+
+@kernels
 def test_more_than_2_to_31_input_elements(kernel, forced):
     """Row 38: a fused qkv of [200000, 3, 32, 128]; the last document equals its lone run, forward and backward."""
     length, count = 64, 3125
