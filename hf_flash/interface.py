@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
+from . import library
 from .layout import Inputs, Layout, attend, build_layout
 from .record import RECORD, Record
 
@@ -95,6 +96,7 @@ def fused_mask(batch_size, q_length=None, kv_length=None, q_offset=0, kv_offset=
             cu_seqlens=inputs.cu_seqlens,
             max_length=inputs.max_length,
             weights=inputs.weights,
+            cross=inputs.every_query,
         )
     # Not a patched model: what its layers are given may still tell of packing.
     numbers = _packed_numbers(mask_function) if mask is None and used is None else None
@@ -240,7 +242,22 @@ def _obstacle(query, value, attention_mask, layout, kwargs):
         return f"{query.dtype} on CUDA outside autocast (the kernels take float16 and bfloat16)"
     if query.device.type not in ("cuda", "cpu", "meta"):
         return f"no kernels for device {query.device.type}"
+    if query.device.type == "cuda" and not torch.compiler.is_compiling():
+        return _no_kernels(query.device)
     return None
+
+
+def _no_kernels(device):
+    """Why the kernels cannot run on this CUDA device, and the remedy, or None."""
+    status = library.status()
+    if not status.available:
+        return f"{status.reason} (remedy: {status.remedy})"
+    if _capability(device.index) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def dense_mask(attention_mask, query, key, causal, window=None):

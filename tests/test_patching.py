@@ -1,5 +1,6 @@
 """Patched models against stock eager in fp32: logits, loss and all gradients, for every kind of batch."""
 
+import re
 import types
 import warnings
 
@@ -24,7 +25,7 @@ from families import (
 )
 
 import hf_flash
-from hf_flash import interface, patching
+from hf_flash import interface, library, patching
 
 
 def batch_of(name, kind):
@@ -180,6 +181,15 @@ def test_pooled_output_and_hidden_states_equal_stock():
         assert_rows_close(ours_state, stock_state, mask)
 
 
+@pytest.mark.parametrize("whole_model", [True, False])
+@pytest.mark.parametrize("kind", MASKS)
+def test_the_pooler_equals_stock_where_the_first_place_is_padding(kind, whole_model):
+    stock, ours = make("bert", "AutoModel"), hf_flash.patch_model(make("bert", "AutoModel"), whole_model=whole_model)
+    given = {"input_ids": tokens(), "attention_mask": mask_of(kind)}
+    found, expected = ours(**given).pooler_output, stock(**given).pooler_output
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pooling_with_the_mask_equals_stock_and_padding_is_zero(name):
     """Row 36: outputs at padding are zeros where stock leaves values, so pooling without the mask differs."""
@@ -318,9 +328,31 @@ def test_head_dims_above_the_kernels_are_known_at_patch_time():
         ("xpu", torch.bfloat16, "no kernels for device xpu"),
     ],
 )
-def test_where_the_kernels_run(device, dtype, reason):
+def test_where_the_kernels_run(device, dtype, reason, monkeypatch):
+    monkeypatch.setattr(interface, "_no_kernels", lambda device: None)
     query = types.SimpleNamespace(shape=(1, 2, 4, 64), device=torch.device(device), dtype=dtype)
     assert interface._obstacle(query, query, None, None, {}) == reason
+
+
+@pytest.mark.parametrize("fault", ["corrupt library", "old GPU"])
+def test_without_kernels_for_the_gpu_the_reason_is_told(fault, monkeypatch, tmp_path):
+    """Rows 46, 90, 97: such calls take the stock path, and the notice and the report name the remedy."""
+    if fault == "corrupt library":
+        (tmp_path / "broken.so").write_bytes(b"not a library")
+        monkeypatch.setattr(library, "status", lambda: library._open(str(tmp_path / "broken.so"))[1])
+        expected = r"broken.so cannot be loaded: .*\(remedy: rebuild it"
+    else:
+        monkeypatch.setattr(library, "status", lambda: library.Status(True, "libhf_flash.so", "80;90a"))
+        monkeypatch.setattr(interface, "_capability", lambda index: (7, 5))
+        expected = "the GPU is older than compute capability 8.0"
+    query = types.SimpleNamespace(shape=(1, 2, 4, 64), device=torch.device("cuda"), dtype=torch.bfloat16)
+    reason = interface._obstacle(query, query, None, None, {})
+    assert re.search(expected, reason)
+    model = hf_flash.patch_model(make("llama"))
+    monkeypatch.setattr(interface, "_obstacle", lambda *a: reason)
+    with pytest.warns(UserWarning, match=expected):
+        model(input_ids=tokens())
+    assert reason in str(hf_flash.report(model))
 
 
 @pytest.mark.parametrize("kind", [*MASKS, "packed"])
