@@ -115,6 +115,12 @@ def base_forward(module, *args, **kwargs):
         past = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         past = past if isinstance(past, int) else 0
         inputs = Inputs(batch, length, mask, positions, *packed, weights=bool(weights), past=past)
+        inputs.every_query = (
+            getattr(module, "pooler", None) is not None
+            and state.encoder
+            and inputs.position_ids is None
+            and inputs.cu_seqlens is None
+        )
         given["attention_mask"] = inputs
         if mask is not None and state.whole_model:
             return _skip_padding(module, state, given, inputs)
@@ -130,6 +136,8 @@ def _skip_padding(module, state, given, inputs):
         if layout is None:  # nothing is padded or packed
             given["attention_mask"] = Inputs(inputs.batch, inputs.length)
             return state.call(module, given)
+        if layout.padded_start and inputs.every_query:
+            layout.let_padding_attend()
         given["attention_mask"] = layout
         reason = wholemodel.layout_obstacle(module, given, layout)
     if not torch.compiler.is_compiling() and reason != "no padding":

@@ -29,6 +29,7 @@ class Inputs:
     max_length    int or None
     weights       whether attention weights are wanted, which only eager attention returns
     past          keys from earlier forwards, as far as the host knows
+    every_query   whether padding attends too: a pooler reads the first place, even where that is padding
     """
 
     batch: int
@@ -39,6 +40,7 @@ class Inputs:
     max_length: int | None = None
     weights: bool = False
     past: int = 0
+    every_query: bool = False
 
     ndim = 4
 
@@ -243,6 +245,11 @@ class Layout:
             **options,
         )
         return self.queries.scatter(out, self.batch, self.q_length)
+
+    def let_padding_attend(self):
+        """Make every place a query, of keys that are still tokens alone. For rows that are no packing."""
+        offsets = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * self.q_length
+        self.cross, self.queries = True, Rows(None, offsets, self.q_length)
 
     def _query_mask(self, mask):
         """(batch, queries) bool: which queries are tokens. They are the newest keys, and all of them if cross."""

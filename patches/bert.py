@@ -59,6 +59,7 @@ def extended_mask(base, attention_mask, input_shape, device=None, dtype=None):
         cu_seqlens=given.cu_seqlens,
         max_length=given.max_length,
         weights=given.weights,
+        cross=given.every_query,
     )
 
 
