@@ -146,7 +146,9 @@ def _forward_one(q, k, v, f, batches):
     """(batch, heads, seq, head_dim) -> out (batch, seq_q, heads, head_dim), lse (batch, heads, seq_q)."""
     batch, heads, seq_q, _ = q.shape
     seq_k = k.shape[2]
-    pieces = _pieces(seq_q, seq_k, f, batch * heads if f.plain else heads if f.slopes is not None else 1, f.plain)
+    pieces = _pieces(
+        seq_q if batch else 0, seq_k, f, batch * heads if f.plain else heads if f.slopes is not None else 1, f.plain
+    )
     diagonal, dtype = seq_k - seq_q, _statistics_dtype(q)
     if len(pieces) == 1 and not f.plain and pieces[0][:4] == (0, seq_q, 0, seq_k):
         bias = _bias(pieces[0], diagonal, f, batches, dtype)
@@ -178,7 +180,9 @@ def _backward_one(grad_out, grad_lse, q, k, v, out, lse, f, batches):
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k = k.shape[1], k.shape[2]
     plain = f.plain or grad_lse is not None
-    pieces = _pieces(seq_q, seq_k, f, batch * heads if plain else heads if f.slopes is not None else 1, plain)
+    pieces = _pieces(
+        seq_q if batch else 0, seq_k, f, batch * heads if plain else heads if f.slopes is not None else 1, plain
+    )
     diagonal, dtype = seq_k - seq_q, _statistics_dtype(q)
     if len(pieces) == 1 and not plain and pieces[0][:4] == (0, seq_q, 0, seq_k):
         bias = _bias(pieces[0], diagonal, f, batches, dtype)

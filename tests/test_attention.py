@@ -282,6 +282,15 @@ def test_empty_inputs_give_zero_and_minus_infinity(backend):
         assert torch.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}, {"softcap": 2.0}, {"window_size": (2, 0)}], ids=str)
+def test_a_batch_of_no_rows_gives_no_rows_to_grouped_heads(backend, options):
+    shapes = ((0, 5, 4, 64), (0, 5, 2, 64), (0, 5, 2, 64))
+    given = [torch.ones(s, dtype=backend.dtypes[0], device=backend.device, requires_grad=True) for s in shapes]
+    out = hf_flash.flash_attn_func(*given, **options)
+    out.sum().backward()
+    assert out.shape == shapes[0] and all(x.grad.shape == s for x, s in zip(given, shapes))
+
+
 def test_autocast_runs_attention_in_its_dtype(backend):
     """Row 72: fp32 inputs under autocast; gradients come back in fp32."""
     q = torch.randn(1, 9, 2, 64, device=backend.device, requires_grad=True)
