@@ -14,12 +14,8 @@ from .kvcache import flash_attn_with_kvcache
 from .padding import index_first_axis, pad_input, unpad_input
 
 __version__ = "0.1.0"
-_PATCHING = (
-    "patch_model",
-    "unpatch_model",
-    "report",
-    "supported_models",
-)  # these need transformers, so they are imported when asked for
+# These need transformers, so they are imported when asked for.
+_PATCHING = ("patch_model", "unpatch_model", "report", "supported_models")
 
 __all__ = [
     "flash_attn_func",

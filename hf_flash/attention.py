@@ -166,7 +166,7 @@ def flash_attn_func(
         and (q.shape[2] == k.shape[2] or (NATIVE_GROUPS and q.dtype.itemsize > 2))
         and not uses_kernels(q)
     ):
-        return _stock(q, k, v, softmax_scale, causal and q.shape[1] > 1)
+        return _stock(q, k, v, softmax_scale, True if causal and q.shape[1] > 1 else False)  # a bool, not a SymBool
     return _dense(
         0, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, return_lse,

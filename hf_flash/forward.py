@@ -11,9 +11,10 @@ import torch
 
 from . import wholemodel
 from .interface import PACKED, packed_arguments
-from .layout import Inputs, build_layout
+from .layout import Inputs, Layout, build_layout
 
 STATE = "_hf_flash_state"
+HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
 
 class BoundForward:
@@ -52,11 +53,14 @@ class BoundForward:
 class State:
     """What a patched module's forward needs to know. `previous` is the instance's forward before, if it had one.
 
+    base         the base model of a model with a head, else None
     whole_model  whether padding may be skipped by the whole model
     encoder      whether the model never keeps a cache
+    head         whether the head predicts tokens of the vocabulary
     """
 
     def __init__(self, module, previous=None, base=None, whole_model=True, encoder=False):
+        self.head = type(module).__name__.endswith(HEADS)
         self.whole_model, self.encoder, self.unpadded = whole_model, encoder, Counter()
         self.previous, self.base, self.active = previous, base, True
         self.prepared = "_original_forward" in module.__dict__
@@ -65,7 +69,7 @@ class State:
 
     def notes(self):
         """Lines for the report: how padding was skipped, and how often."""
-        words = {None: "by the whole model"}
+        words = {None: "by the whole model", "loss": "by the whole model, its head and its loss"}
         return [
             f"padding skipped {words.get(reason, f'inside attention only: {reason}')} ({count}x)"
             for reason, count in self.unpadded.items()
@@ -82,12 +86,41 @@ class State:
 
 
 def top_forward(module, *args, **kwargs):
-    """Forward of a head whose version drops cu_seq_lens on the way to its base model."""
+    """Forward of a model with a head: carries cu_seq_lens past heads that drop it, and where labels allow it leaves
+    the padding before the base model, so that the head and the loss skip it too."""
     state = getattr(module, STATE)
     given = dict(zip(state.names, args), **kwargs)
-    if state.active and any(name in given for name in PACKED):
-        getattr(state.base, STATE).packed = packed_arguments(given)
+    if not state.active:
+        return state.call(module, given)
+    base = getattr(state.base, STATE)
+    if any(name in given for name in PACKED):
+        base.packed = packed_arguments(given)
+    elif base.whole_model and state.head and wholemodel.labels_fit(given):
+        inputs = Inputs(*given["input_ids"].shape, given["attention_mask"].to(torch.bool), given.get("position_ids"))
+        inputs.weights = _weights_wanted(module, given)
+        layout = None
+        if wholemodel.obstacle(module, given, inputs, base.encoder) is None:
+            layout = _measure(inputs, wholemodel.labels_at_padding(given))
+            given["attention_mask"] = Inputs(inputs.batch, inputs.length) if layout is None else layout
+        if layout is not None and not layout.flag and wholemodel.layout_obstacle(module, given, layout) is None:
+            base.unpadded["loss"] += 1
+            given = wholemodel.pack_labels(given, layout, causal=not base.encoder)
+            return wholemodel.forward(module, state, given, layout)
     return state.call(module, given)
+
+
+def _weights_wanted(module, given):
+    weights = given.get("output_attentions")
+    return bool(getattr(module.config, "output_attentions", False) if weights is None else weights)
+
+
+def _measure(inputs, flag=None):
+    layout = build_layout(
+        inputs.batch, inputs.length, inputs.length, mask=inputs.mask, position_ids=inputs.position_ids, flag=flag
+    )
+    if layout is not None:
+        layout.measured = True
+    return layout
 
 
 def base_forward(module, *args, **kwargs):
@@ -100,6 +133,8 @@ def base_forward(module, *args, **kwargs):
     mask = given.get("attention_mask")
     if not state.active or tokens is None:
         return state.call(module, given)
+    if isinstance(mask, Layout) and mask.measured:
+        return _run_measured(module, state, given, mask)
     if packed is None:
         packed = packed_arguments(given)
     shape = tokens.shape[:-1] if given.get("input_ids") is None else tokens.shape
@@ -107,14 +142,12 @@ def base_forward(module, *args, **kwargs):
     if isinstance(mask, torch.Tensor) and mask.shape[:-1] == shape[:-1]:
         mask = mask.reshape(batch, -1).to(torch.bool)
     if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
-        weights = given.get("output_attentions")
-        weights = getattr(module.config, "output_attentions", False) if weights is None else weights
         positions = given.get("position_ids")
         positions = positions if isinstance(positions, torch.Tensor) and length > 1 else None
         cache = given.get("past_key_values")
         past = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         past = past if isinstance(past, int) else 0
-        inputs = Inputs(batch, length, mask, positions, *packed, weights=bool(weights), past=past)
+        inputs = Inputs(batch, length, mask, positions, *packed, _weights_wanted(module, given), past)
         inputs.every_query = (
             getattr(module, "pooler", None) is not None
             and state.encoder
@@ -130,18 +163,18 @@ def base_forward(module, *args, **kwargs):
 def _skip_padding(module, state, given, inputs):
     reason, layout = wholemodel.obstacle(module, given, inputs, state.encoder), None
     if reason is None:
-        layout = build_layout(
-            inputs.batch, inputs.length, inputs.length, mask=inputs.mask, position_ids=inputs.position_ids
-        )
-        if layout is None:  # nothing is padded or packed
-            given["attention_mask"] = Inputs(inputs.batch, inputs.length)
-            return state.call(module, given)
-        if layout.padded_start and inputs.every_query:
+        layout = _measure(inputs)
+        if layout is not None and layout.padded_start and inputs.every_query:
             layout.let_padding_attend()
-        given["attention_mask"] = layout
+        given["attention_mask"] = Inputs(inputs.batch, inputs.length) if layout is None else layout
+    return _run_measured(module, state, given, layout, reason)
+
+
+def _run_measured(module, state, given, layout, reason=None):
+    if layout is not None:
         reason = wholemodel.layout_obstacle(module, given, layout)
-    if not torch.compiler.is_compiling() and reason != "no padding":
+    if (layout or reason) and not torch.compiler.is_compiling() and reason != "no padding":
         state.unpadded[reason] += 1
-    if reason is None:
-        return wholemodel.forward(module, lambda kept: state.call(module, kept), given, layout)
+    if layout is not None and reason is None:
+        return wholemodel.forward(module, state, given, layout)
     return state.call(module, given)

@@ -158,7 +158,9 @@ class Layout:
     left_pad  (batch,) int32, where each row's tokens are one run that reaches the newest key
     gaps      whether padding lies between tokens, or may (a sliding window counts places, padding included)
     padded_start  whether a row may begin with padding
+    flag      a 0-d bool tensor of the caller's that is read together with the layout's own facts, then a bool
     cross     whether the mask speaks of the keys alone
+    measured  whether it describes a padded batch that may yet leave its padding
     pending   whether the layers' own keyword arguments may still say that the batch is packed
     """
 
@@ -168,8 +170,8 @@ class Layout:
         self.batch, self.q_length, self.kv_length = batch, q_length, kv_length
         self.mask, self.used, self.weights = mask, used, weights
         self.starts = self.queries = self.keys = self.left_pad = None
-        self.gaps = self.padded_start = self.cross = self.pending = False
-        self.completed = None
+        self.gaps = self.padded_start = self.cross = self.measured = self.pending = False
+        self.completed = self.flag = None
 
     def dim(self):
         return 4
@@ -301,9 +303,10 @@ class Layout:
         last = n - 1 - mask.flip(1).to(torch.uint8).argmax(1)
         gaps = ((lengths > 0) & (last - left_pad + 1 > lengths)).any().to(total.dtype)
         late = (~mask[:, 0]).any().to(total.dtype)
-        facts = torch.stack([total, longest, documents, q_total, q_longest, one_run, gaps, late])
-        total, longest, documents, q_total, q_longest, one_run, gaps, late = facts.tolist()
-        self.gaps, self.padded_start = bool(gaps), bool(late)
+        flag = torch.zeros_like(total) if self.flag is None else self.flag.to(total.dtype)
+        facts = torch.stack([total, longest, documents, q_total, q_longest, one_run, gaps, late, flag])
+        total, longest, documents, q_total, q_longest, one_run, gaps, late, flag = facts.tolist()
+        self.gaps, self.padded_start, self.flag = bool(gaps), bool(late), bool(flag)
         if total == self.batch * n and documents == self.batch:
             self.starts = None
             if self.used is None:
@@ -316,7 +319,7 @@ class Layout:
 
 
 def build_layout(batch, q_length, kv_length, *, mask=None, used=None, position_ids=None, cu_seqlens=None,
-                 max_length=None, weights=False, cross=False):  # fmt: skip
+                 max_length=None, weights=False, cross=False, flag=None):  # fmt: skip
     """The Layout of one forward, with one host sync at most, or None where queries and keys are plain and dense.
 
     mask          (batch, keys) bool; keys past its end are unseen
@@ -359,7 +362,7 @@ def build_layout(batch, q_length, kv_length, *, mask=None, used=None, position_i
         fits = whole and position_ids.ndim == 2 and position_ids.shape[1] == q_length
         position_ids = position_ids.expand(batch, -1) if fits else None
     if mask is not None or position_ids is not None:
-        layout.cross = cross
+        layout.cross, layout.flag = cross, flag
         layout._measure(position_ids)
     empty = layout.mask is None and layout.used is None and layout.starts is None
     return None if empty and kv_length == buffer and not weights else layout

@@ -245,7 +245,7 @@ def _patch(model, top, adapter, modules, strict, whole_model, version):
                 patch.set(module, name, value)
     encoder = "bidirectional" in adapter.features and not getattr(base.config, "is_decoder", False)
     patch.bind(base, forward.base_forward, whole_model=whole_model, encoder=encoder)
-    if top is not base and version < adapter.kwargs_since:
+    if top is not base and (version < adapter.kwargs_since or type(top).__name__.endswith(forward.HEADS)):
         patch.bind(top, forward.top_forward, base=base)
     top.__dict__[PATCH] = patch
 

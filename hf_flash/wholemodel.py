@@ -5,9 +5,11 @@ because everything outside attention works token by token, and positions are gat
 """
 
 import torch
+import torch.nn.functional as F
 
 from .layout import Layout, Rows
 
+IGNORED = -100
 UNFIT = ("head_mask", "encoder_hidden_states", "cache", "past_key_values")
 
 
@@ -60,8 +62,32 @@ def layout_obstacle(module, given, layout):
     return None
 
 
-def forward(module, call, given, layout):
-    """Run `call(given)`, the base model's own forward, on the tokens alone and put its outputs back into the grid."""
+def labels_fit(given):
+    """Whether a head's loss can be computed on tokens alone, as far as shapes tell."""
+    ids, mask, labels = (given.get(name) for name in ("input_ids", "attention_mask", "labels"))
+    if not all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in (ids, mask, labels)):
+        return False
+    kept = given.get("logits_to_keep", 0)
+    whole = isinstance(kept, int) and kept == 0 and given.get("shift_labels") is None
+    return ids.shape == mask.shape == labels.shape and whole and given.get("inputs_embeds") is None
+
+
+def labels_at_padding(given):
+    """0-d bool tensor: whether padding carries labels, which only the padded loss counts."""
+    return ((given["labels"] != IGNORED) & (given["attention_mask"] == 0)).any()
+
+
+def pack_labels(given, layout, causal):
+    """Gather the labels. A causal head's row has none for a token that only padding could predict."""
+    labels, rows = given["labels"], layout.keys
+    if causal:
+        before = F.pad(layout.mask[:, :-1], (1, 0)).to(labels.device)
+        labels = labels.masked_fill(~before, IGNORED)
+    return {**given, "labels": labels.flatten().index_select(0, rows.indices.to(labels.device))[None]}
+
+
+def forward(module, state, given, layout):
+    """Run the module's own forward on the tokens alone and put its outputs back into the grid."""
     rows, batch, length = layout.keys, layout.batch, layout.q_length
     given = {name: value for name, value in given.items() if name != "cache_position"}
     tokens = given.get("input_ids")
@@ -83,14 +109,15 @@ def forward(module, call, given, layout):
     packed.starts[0, rows.cu_seqlens.long()] = True
     packed.starts = packed.starts[:, :total]
     given["attention_mask"] = packed
-    given["use_cache"] = False
+    if "use_cache" in state.names:
+        given["use_cache"] = False
 
     def spread(value):
         if isinstance(value, torch.Tensor) and value.shape[:2] == (1, total):
             return rows.to(value.device).scatter(value[0], batch, length)
         return tuple(spread(item) for item in value) if isinstance(value, tuple) else value
 
-    output = call(given)
+    output = state.call(module, given)
     pooler = getattr(module, "pooler", None)
     if isinstance(output, tuple):
         output = spread(output)

@@ -198,3 +198,62 @@ def test_autocast_and_half_precision_come_back_in_their_dtype():
             assert found.dtype == expected.dtype
             rows = given["attention_mask"].bool()
             assert (found - expected)[rows].abs().max() < 0.1 * expected[rows].abs().max()
+
+
+def head_widths(model):
+    seen = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:2].numel()))
+    return seen
+
+
+@pytest.mark.parametrize("kind", PADDED)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_head_and_loss_skip_padding_where_it_carries_no_labels(name, kind):
+    stock, ours = (model.train() for model in pair(name))
+    mask, ids = mask_of(kind), tokens()
+    labels = ids.masked_fill(mask == 0, -100)
+    if name not in ENCODERS:  # stock lets padding predict these
+        labels[:, 0] = -100
+        labels[:, 1:] = labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    seen = head_widths(ours)
+    found, expected = ours(**given), stock(**given)
+    assert seen == [int(mask.sum())]
+    torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
+    assert found.logits.shape == expected.logits.shape
+    assert_rows_close(found.logits, expected.logits, mask)
+    found.loss.backward()
+    expected.loss.backward()
+    assert_gradients_close(ours, stock)
+    assert "by the whole model, its head and its loss (1x)" in str(hf_flash.report(ours))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_with_labels_of_its_own_keeps_the_padded_loss(name):
+    ours = hf_flash.patch_model(make(name)).train()
+    mask, ids, seen = mask_of("right"), tokens(), head_widths(ours)
+    layers = widths(ours)
+    output = ours(input_ids=ids, attention_mask=mask, labels=ids)
+    assert seen == [36] and layers == [25]
+    shifted = (output.logits[:, :-1], ids[:, 1:]) if name not in ENCODERS else (output.logits, ids)
+    loss = torch.nn.functional.cross_entropy(shifted[0].flatten(0, 1), shifted[1].flatten())
+    torch.testing.assert_close(output.loss, loss)
+
+
+def test_no_token_is_predicted_by_the_end_of_another_row():
+    """Rows follow each other without padding between them: a row's first token is nobody's target."""
+    stock, ours = (model.train() for model in pair("llama"))
+    mask = mask_of("left")
+    ids = tokens()
+    labels = ids.masked_fill(mask == 0, -100)
+    found = ours(input_ids=ids, attention_mask=mask, labels=labels).loss
+    labels[torch.arange(3), mask.argmax(1)] = -100
+    torch.testing.assert_close(found, stock(input_ids=ids, attention_mask=mask, labels=labels).loss, atol=1e-5, rtol=0)
+
+
+def test_losses_divided_by_the_items_of_a_larger_batch_equal_stock():
+    stock, ours = (model.train() for model in pair("llama"))
+    mask, ids = mask_of("right"), tokens()
+    labels = ids.masked_fill(mask == 0, -100)
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels, "num_items_in_batch": torch.tensor(77)}
+    torch.testing.assert_close(ours(**given).loss, stock(**given).loss, atol=1e-5, rtol=0)
