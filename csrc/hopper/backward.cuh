@@ -360,7 +360,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
       mbarrier_init(&s.grad_out_released[i], 2);
     }
     fence_mbarrier_init();
-    load_keys<Config>(a, w, s);     // before the others are ready
+    fence_async_shared();             // and visible to this thread's own copies, which come before the CTA barrier
+    load_keys<Config>(a, w, s);
     s.batch = w.batch, s.first_head = w.first_head;
   }
   __syncthreads();

@@ -3,7 +3,7 @@
 // A block owns 128 queries of one head (two consumer warpgroups, 64 each) and loops over the tiles of 64 keys that
 // they see, from the last to the first. dq stays in registers.
 #pragma once
-#include "backward_256_dkv.cuh"
+#include "backward_256.cuh"
 
 namespace hf_flash::hopper {
 
