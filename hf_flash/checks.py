@@ -133,7 +133,7 @@ def window(window_size, causal):
 def scalars(dropout_p, softcap):
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}: it must be at least 0 and below 1")
-    if softcap < 0:
+    if not 0 <= softcap < float("inf"):
         raise ValueError(f"softcap is {softcap}: it must be positive, or 0 for none")
 
 

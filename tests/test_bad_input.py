@@ -55,6 +55,7 @@ def test_scalars(make):
     refused(ValueError, "dropout_p is 1.0", flash_attn_func, q, q, q, 1.0)
     refused(ValueError, "dropout_p is -0.1", flash_attn_func, q, q, q, -0.1)
     refused(ValueError, "softcap is -1", flash_attn_func, q, q, q, softcap=-1)
+    refused(ValueError, "softcap is nan", flash_attn_func, q, q, q, softcap=float("nan"))
     slopes = torch.zeros(3, device=q.device)
     refused(ValueError, r"alibi_slopes \(3,\) must be \(4,\)", flash_attn_func, q, q, q, alibi_slopes=slopes)
 
