@@ -76,8 +76,6 @@ template <class Config, class Arguments> int make_maps(Arguments& a, int query_r
   };
   queries(&a.q, p.q), queries(&a.grad_out, p.grad_out);
   keys(&a.k, p.k), keys(&a.v, p.v), keys(&a.grad_k, p.grad_k), keys(&a.grad_v, p.grad_v);
-  const int64_t rows = a.queries.all_tiles() * a.queries.rows / query_rows;
-  if (!error && rows > 0) error = make_row_map(&a.statistics, a.workspace.lse_log2, 2 * rows, query_rows);
   return error;
 }
 

@@ -46,7 +46,6 @@ template <class Config> struct BackwardShared {
 
 struct BackwardArguments {
   CUtensorMap q, k, v, grad_out, grad_k, grad_v;
-  CUtensorMap statistics;                   // rows of kQueries: LSE of every tile, then delta of every tile
   Params p;
   TileGrid queries, keys;
   BackwardWorkspace workspace;
@@ -85,7 +84,7 @@ HF_DEVICE void load_queries(const BackwardArguments& a, const BackwardWork& w, B
   int stage = 0, phase = 0;
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
-    const int statistics = int(w.statistics_tile) + head * a.queries.tiles;
+    const int64_t statistics = (w.statistics_tile + int64_t(head) * a.queries.tiles) * kQueries;
     HF_NO_UNROLL
     for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
       const int row = w.q_rows.row + tile * kQueries;
@@ -93,13 +92,13 @@ HF_DEVICE void load_queries(const BackwardArguments& a, const BackwardWork& w, B
       mbarrier_expect_bytes(&s.q_arrived[stage], T::bytes(kQueries) + 4 * kQueries);
       T::template load<kQueries>(s.q[stage], &a.q, &s.q_arrived[stage], a.copies, row, w.first_head + head,
                                  w.q_rows.outer);
-      tma_load_5d(s.lse[stage], &a.statistics, &s.q_arrived[stage], 0, statistics + tile, 0, 0, 0);
+      bulk_load(s.lse[stage], a.workspace.lse_log2 + statistics + tile * kQueries, 4 * kQueries, &s.q_arrived[stage]);
       mbarrier_wait(&s.grad_out_released[stage], phase ^ 1);
       mbarrier_expect_bytes(&s.grad_out_arrived[stage], T::bytes(kQueries) + 4 * kQueries);
       T::template load<kQueries>(s.grad_out[stage], &a.grad_out, &s.grad_out_arrived[stage], a.copies, row,
                                  w.first_head + head, w.q_rows.outer);
-      tma_load_5d(s.delta[stage], &a.statistics, &s.grad_out_arrived[stage], 0,
-                  int(a.queries.all_tiles()) + statistics + tile, 0, 0, 0);
+      bulk_load(s.delta[stage], a.workspace.delta + statistics + tile * kQueries, 4 * kQueries,
+                &s.grad_out_arrived[stage]);
       if (++stage == 2) stage = 0, phase ^= 1;
     }
   }

@@ -23,7 +23,6 @@ template <class Element_, int kHeadDim_, Scores kScores_> struct WideConfig {
 
 struct WideArguments {
   CUtensorMap q, k, v, grad_out, grad_q, grad_k, grad_v;
-  CUtensorMap statistics;          // rows of 64: LSE of every tile of kDqRows queries, then delta
   Params p;
   TileGrid queries, keys;          // tiles of kDqRows queries and of kKeys keys
   BackwardWorkspace workspace;

@@ -16,7 +16,7 @@ struct DkvWork {
   int first_tile, last_tile;       // of 64 queries
   int k_length, diagonal;
   RowCoordinates q_rows, k_rows;
-  int statistics;                  // row of the first head's first 64 queries in the map of that name
+  int64_t statistics;              // row of the first head's first query in the workspace
 };
 
 template <class Config> struct DkvShared {
@@ -56,18 +56,18 @@ HF_DEVICE void load_dkv_queries(const WideArguments& a, DkvShared<Config>& s, in
   const CUtensorMap* const map = which ? &a.grad_out : &a.q;
   char* const tiles = reinterpret_cast<char*>(which ? s.grad_out : s.q);
   float* const row_values = which ? s.delta[0] : s.lse[0];
-  constexpr int kRows = Config::kDqRows / 64;      // of the map of statistics, a tile
   int stage = 0, phase = 0;
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
-    const int statistics = w.statistics + (head * a.queries.tiles + (which ? int(a.queries.all_tiles()) : 0)) * kRows;
+    const float* source = (which ? a.workspace.delta : a.workspace.lse_log2) + w.statistics +
+                          int64_t(head) * a.queries.tiles * Config::kDqRows + w.first_tile * 64;
     HF_NO_UNROLL
-    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
+    for (int tile = w.first_tile; tile < w.last_tile; ++tile, source += 64) {
       mbarrier_wait(&released[stage], phase ^ 1);
       mbarrier_expect_bytes(&arrived[stage], T::bytes(64) + 256);
       T::template load<64>(tiles + stage * T::bytes(64), map, &arrived[stage], a.copies, w.q_rows.row + tile * 64,
                            w.first_head + head, w.q_rows.outer);
-      tma_load_5d(row_values + stage * 64, &a.statistics, &arrived[stage], 0, statistics + tile, 0, 0, 0);
+      bulk_load(row_values + stage * 64, source, 256, &arrived[stage]);
       if (++stage == 2) stage = 0, phase ^= 1;
     }
   }
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dkv_kernel(const
     w.k_length = sequence.k_length, w.diagonal = mask.diagonal;
     w.q_rows = a.q_layout.sequence(place.batch, sequence.q_row, sequence.q_length);
     w.k_rows = a.k_layout.sequence(place.batch, sequence.k_row, sequence.k_length);
-    w.statistics = int(a.queries.first_tile(place.batch, w.first_head)) * (Config::kDqRows / 64);
+    w.statistics = a.queries.first_tile(place.batch, w.first_head) * Config::kDqRows;
 
     mbarrier_init(&s.k_arrived, 1);
     mbarrier_init(&s.v_arrived, 1);

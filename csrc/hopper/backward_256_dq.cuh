@@ -13,7 +13,7 @@ struct DqWork {
   int first_tile, last_tile;       // of 64 keys
   int k_length, diagonal;
   RowCoordinates q_rows, k_rows;
-  int statistics;                  // row of the first 64 queries in the map of that name
+  int64_t statistics;              // row of the first query in the workspace
 };
 
 template <class Config> struct DqShared {
@@ -39,25 +39,24 @@ HF_DEVICE void zero_rows(const Tensor& t, const Sequence& sequence, int head, in
 template <class Config> HF_DEVICE void load_dq_operands(const WideArguments& a, DqShared<Config>& s) {
   const DqWork& w = s.work;
   using T = typename Config::OperandTile;
-  const auto load_queries = [&](void* tile, const CUtensorMap* map, float* values, int statistics, uint64_t* arrived,
-                                int warpgroup) {
+  const auto load_queries = [&](void* tile, const CUtensorMap* map, float* values, const float* source,
+                                uint64_t* arrived, int warpgroup) {
     const int row = w.first_query + warpgroup * 64;
     if (row >= w.k_length - w.diagonal)   // no queries: whatever the tile holds, their dq is not stored
       return mbarrier_arrive(arrived);
     mbarrier_expect_bytes(arrived, T::bytes(64) + 256);
     T::template load<64>(tile, map, arrived, a.copies, w.q_rows.row + row, w.head, w.q_rows.outer);
-    tma_load_5d(values + warpgroup * 64, &a.statistics, arrived, 0, statistics + warpgroup, 0, 0, 0);
+    bulk_load(values + warpgroup * 64, source + w.statistics + warpgroup * 64, 256, arrived);
   };
   const auto load_keys = [&](void* tile, const CUtensorMap* map, uint64_t* arrived, int key_tile) {
     mbarrier_expect_bytes(arrived, T::bytes(64));
     T::template load<64>(tile, map, arrived, a.copies, w.k_rows.row + key_tile * 64, w.kv_head, w.k_rows.outer);
   };
-  const int lse = w.statistics, delta = lse + int(a.queries.all_tiles()) * (Config::kDqRows / 64);
-  load_queries(s.q[0], &a.q, s.lse, lse, &s.q_arrived[0], 0);
+  load_queries(s.q[0], &a.q, s.lse, a.workspace.lse_log2, &s.q_arrived[0], 0);
   load_keys(s.k[0], &a.k, &s.k_arrived[0], w.last_tile - 1);
-  load_queries(s.q[1], &a.q, s.lse, lse, &s.q_arrived[1], 1);
-  load_queries(s.grad_out[0], &a.grad_out, s.delta, delta, &s.grad_out_arrived[0], 0);
-  load_queries(s.grad_out[1], &a.grad_out, s.delta, delta, &s.grad_out_arrived[1], 1);
+  load_queries(s.q[1], &a.q, s.lse, a.workspace.lse_log2, &s.q_arrived[1], 1);
+  load_queries(s.grad_out[0], &a.grad_out, s.delta, a.workspace.delta, &s.grad_out_arrived[0], 0);
+  load_queries(s.grad_out[1], &a.grad_out, s.delta, a.workspace.delta, &s.grad_out_arrived[1], 1);
   int stage = 1, phase = 0, v_phase = 1;
   HF_NO_UNROLL
   for (int tile = w.last_tile - 1; tile >= w.first_tile; --tile) {
@@ -215,7 +214,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dq_kernel(const 
     w.k_length = sequence.k_length, w.diagonal = mask.diagonal;
     w.q_rows = a.q_layout.sequence(place.batch, sequence.q_row, sequence.q_length);
     w.k_rows = a.k_layout.sequence(place.batch, sequence.k_row, sequence.k_length);
-    w.statistics = int(a.queries.first_tile(place.batch, place.head) + tile) * (Config::kDqRows / 64);
+    w.statistics = (a.queries.first_tile(place.batch, place.head) + tile) * Config::kDqRows;
 
     mbarrier_init(&s.v_arrived, 1);
     mbarrier_init(&s.v_released, 2);
