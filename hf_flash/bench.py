@@ -1,6 +1,6 @@
 """Attention on this machine, against PyTorch's own backends: `python -m hf_flash bench`.
 
-How time is taken: each contender's call is recorded into a CUDA graph long enough to hide the launch; in every round
+How time is taken: calls too short to hide their launch are recorded into a CUDA graph, several in a row; in every round
 the contenders are replayed once each, in a new random order, between two events; the median over the rounds counts.
 FLOPs are 4 * batch * heads * seq_q * seq_k * head_dim forward, half of that when causal, and 2.5 times that backward.
 benchmarks/attention.py measures more contenders and more cases with the same functions.
@@ -64,6 +64,7 @@ class Case:
 
 
 def ours(case, kernel="auto"):
+    """hf_flash on kernels of one family; `kernel` is an attribute of what is returned, for its backward pass."""
     if case.lengths:
         cu_seqlens = {}
 
@@ -75,12 +76,14 @@ def ours(case, kernel="auto"):
             with library.force_kernel(kernel):
                 return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=case.causal)
 
+        varlen.kernel = kernel
         return varlen
 
     def dense(q, k, v):
         with library.force_kernel(kernel):
             return flash_attn_func(q, k, v, causal=case.causal)
 
+    dense.kernel = kernel
     return dense
 
 
@@ -187,6 +190,8 @@ class Timer:
         end.record()
         end.synchronize()
         self.calls = max(1, min(20, round(target * 1e3 / max(start.elapsed_time(end), 1e-3))))
+        if self.calls == 1:  # long enough to hide its own launch
+            return
         try:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
@@ -275,10 +280,11 @@ def _prepare(attend, which, q, k, v, grad_out):
 
         return call, (call(),)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*inputs)
+    out, kernel = attend(*inputs), getattr(attend, "kernel", "auto")
 
     def call():
-        return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+        with library.force_kernel(kernel):
+            return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
 
     return call, call()
 
