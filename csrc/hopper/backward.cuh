@@ -104,9 +104,8 @@ HF_DEVICE void load_queries(const BackwardArguments& a, const BackwardWork& w, B
   }
 }
 
-// One warp puts the part of dq that one consumer warpgroup computes into the fp32 buffer: it stores what comes first
-// to a tile and adds the rest. Deterministic: key tiles in ascending order, each when its predecessor's sum is in
-// memory.
+// One warp adds the part of dq that one consumer warpgroup computes to the fp32 buffer. Deterministic: key tiles in
+// ascending order, each when its predecessor's sum is in memory.
 template <class Config>
 HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s, int warpgroup) {
   using Split = DqSplit<Config>;
