@@ -2,26 +2,14 @@
 
 from ..interface import replace_inner
 from ..patching import Adapter, register
+from .gptj import GPTJ
 
 CODEGEN = register(
     Adapter(
         model_types=("codegen",),
         attention=("CodeGenAttention",),
         features=("causal", "dropout"),
-        tiny=lambda: {
-            "vocab_size": 97,
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 128,
-            "rotary_dim": 8,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        tiny=GPTJ.tiny,
         replacements=lambda base: replace_inner(base, "CodeGenAttention"),
         kwargs_since=(5, 24),
     )

@@ -43,8 +43,6 @@ HF_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 // ---- Copies by the TMA engine, issued by one thread. Elements outside the map's bounds load as zero, and are not
 // stored; the bytes of the whole box count either way.
 
-HF_DEVICE void tma_prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
 HF_DEVICE void tma_load_5d(void* destination, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3,
                            int c4) {
   asm volatile(

@@ -60,11 +60,6 @@ HF_DEVICE void copy_async_16(void* smem, const void* gmem, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :: "r"(shared_address(smem)), "l"(gmem), "r"(valid ? 16 : 0) : "memory");
 }
-// The same for 4 bytes: one float of row statistics.
-HF_DEVICE void copy_async_4(void* smem, const void* gmem, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-               :: "r"(shared_address(smem)), "l"(gmem), "r"(valid ? 4 : 0) : "memory");
-}
 HF_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's committed groups are under way.
 template <int kPending> HF_DEVICE void copy_async_wait() {
@@ -74,11 +69,6 @@ template <int kPending> HF_DEVICE void copy_async_wait() {
 HF_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-HF_DEVICE float tanh_approx(float x) {   // relative error 2^-11
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 HF_DEVICE float reciprocal_approx(float x) {
@@ -98,15 +88,6 @@ HF_DEVICE void atomic_add_float4(float* address, float4 value) {
   atomicAdd(address + 1, value.y);
   atomicAdd(address + 2, value.z);
   atomicAdd(address + 3, value.w);
-#endif
-}
-HF_DEVICE void atomic_add_float2(float* address, float2 value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1,%2};"
-               :: "l"(__cvta_generic_to_global(address)), "f"(value.x), "f"(value.y) : "memory");
-#else
-  atomicAdd(address, value.x);
-  atomicAdd(address + 1, value.y);
 #endif
 }
 

@@ -44,12 +44,6 @@ template <int kColumns> HF_DEVICE void load_a(uint32_t (&a)[4], const char* tile
   ldmatrix_x4(a, tile + TileLayout<kColumns>::block_offset(row, column, lane % 16, lane / 16));
 }
 
-// A (16 columns, 16 k) of the transpose of a tile (k, columns).
-template <int kColumns> HF_DEVICE void load_a_transposed(uint32_t (&a)[4], const char* tile, int row, int column) {
-  const int lane = threadIdx.x % 32;
-  ldmatrix_x4_trans(a, tile + TileLayout<kColumns>::block_offset(row, column, lane % 8 + lane / 16 * 8, lane / 8 % 2));
-}
-
 // Two B (16 k, 8 n), n = tile rows, of a tile (n, k), as in q k^T: b[0], b[1] for rows row + 0..7, b[2], b[3] for
 // rows row + 8..15.
 template <int kColumns> HF_DEVICE void load_b(uint32_t (&b)[4], const char* tile, int row, int column) {

@@ -39,7 +39,6 @@ inline void tma_store_4d(const CUtensorMap* map, const void* shared, int c0, int
 inline void tma_store_5d(const CUtensorMap* map, const void* shared, int c0, int c1, int c2, int c3, int c4) {
   hf_emulator::tma_store(map, shared, {c0, c1, c2, c3, c4});
 }
-inline void tma_prefetch(const CUtensorMap*) {}
 
 // One-dimensional bulk copies and the groups of bulk stores.
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {

@@ -25,9 +25,6 @@ inline void copy_async_16(void* shared, const void* global, bool valid = true) {
 inline void copy_async_8(void* shared, const void* global, bool valid = true) {
   hf_emulator::copy_async(shared, global, 8, valid ? 8 : 0);
 }
-inline void copy_async_4(void* shared, const void* global, bool valid = true) {
-  hf_emulator::copy_async(shared, global, 4, valid ? 4 : 0);
-}
 inline void copy_async_commit() { hf_emulator::copy_async_commit(); }
 template <int kPending> inline void copy_async_wait() { hf_emulator::copy_async_wait(kPending); }
 
@@ -37,13 +34,10 @@ inline int opaque(int x) { return x; }
 inline int volatile_opaque(int x) { return x; }
 
 inline float exp2_approx(float x) { return exp2f(x); }
-inline float tanh_approx(float x) { return tanhf(x); }
 
 inline void atomic_add_float4(float* target, float a, float b, float c, float d) {
   target[0] += a, target[1] += b, target[2] += c, target[3] += d;
 }
 inline void atomic_add_float4(float* target, float4 x) { atomic_add_float4(target, x.x, x.y, x.z, x.w); }
-inline void atomic_add_float2(float* target, float a, float b) { target[0] += a, target[1] += b; }
-inline void atomic_add_float2(float* target, float2 x) { atomic_add_float2(target, x.x, x.y); }
 
 }  // namespace hf_flash
