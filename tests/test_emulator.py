@@ -10,6 +10,8 @@ import pytest
 import torch
 from emulator import build
 
+from hf_flash import library
+
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not (build.cuda_include() / "cuda_bf16.h").exists(),
     reason="needs g++ and CUDA headers",
@@ -89,3 +91,13 @@ def test_a_faulty_kernel_aborts_with_a_message(checks, fault, message):
     program = f"import ctypes; ctypes.CDLL({checks._name!r}).run_faulty({fault})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode != 0 and message in result.stderr
+
+
+def test_libraries_of_one_process_keep_their_devices_apart(tmp_path, monkeypatch):
+    """What a library has learnt of the emulated GPU at its first call stays its own."""
+    params = library.HfFlashParams(heads=2, kv_heads=2, head_dim=64)
+    for capability, family in ((80, b"portable/64"), (90, b"hopper/64")):
+        monkeypatch.setenv("HF_FLASH_EMULATED_CAPABILITY", str(capability))
+        loaded = ctypes.CDLL(str(build.build(tmp_path / f"lib{capability}.so", (), ())))
+        loaded.hf_flash_kernel_name.restype = ctypes.c_char_p
+        assert loaded.hf_flash_kernel_name(library.FORWARD, ctypes.byref(params)) == family

@@ -22,7 +22,8 @@ CSRC = HERE.parent.parent / "csrc"
 DEFAULT_OUTPUT = HERE.parent.parent / "build" / "emulated" / "libhf_flash.so"
 RUNTIME = ("fibers", "tensor_core", "copies", "runtime")
 KERNELS = ("portable/forward", "portable/backward", "portable/decode", "hopper/forward", "hopper/backward")
-FLAGS = "-std=c++17 -O2 -march=native -fPIC -w -DHF_FLASH_EMULATE".split()
+# Without all emulated libraries of one process would share what device_facts() keeps of the first.
+FLAGS = "-std=c++17 -O2 -march=native -fPIC -fno-gnu-unique -w -DHF_FLASH_EMULATE".split()
 
 
 def cuda_include():
