@@ -15,7 +15,8 @@ from .padding import index_first_axis, pad_input, unpad_input
 
 __version__ = "0.1.0"
 # These need transformers, so they are imported when asked for.
-_PATCHING = ("patch_model", "unpatch_model", "report", "supported_models")
+_PATCHING = dict.fromkeys(("patch_model", "unpatch_model", "report", "supported_models"), ".patching")
+_PATCHING["split_sequences"] = ".sequence_parallel"
 
 __all__ = [
     "flash_attn_func",
@@ -34,7 +35,7 @@ __all__ = [
 
 def __getattr__(name):
     if name in _PATCHING:
-        return getattr(importlib.import_module(".patching", __name__), name)
+        return getattr(importlib.import_module(_PATCHING[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from . import wholemodel
+from . import steps, wholemodel
 from .interface import PACKED, packed_arguments
 from .layout import Inputs, Layout, build_layout
 
@@ -55,6 +55,7 @@ class State:
 
     base         the base model of a model with a head, else None
     whole_model  whether padding may be skipped by the whole model
+    split        what shares sequences among processes (sequence_parallel), or None
     encoder      whether the model never keeps a cache
     head         whether the head predicts tokens of the vocabulary
     """
@@ -65,7 +66,7 @@ class State:
         self.previous, self.base, self.active = previous, base, True
         self.prepared = "_original_forward" in module.__dict__
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.packed = None
+        self.packed = self.split = None
 
     def notes(self):
         """Lines for the report: how padding was skipped, and how often."""
@@ -92,6 +93,8 @@ def top_forward(module, *args, **kwargs):
     given = dict(zip(state.names, args), **kwargs)
     if not state.active:
         return state.call(module, given)
+    if state.split is not None and not state.split.steps_back(given):
+        return state.split.forward(module, state, given)
     base = getattr(state.base, STATE)
     if any(name in given for name in PACKED):
         base.packed = packed_arguments(given)
@@ -139,6 +142,13 @@ def base_forward(module, *args, **kwargs):
         packed = packed_arguments(given)
     shape = tokens.shape[:-1] if given.get("input_ids") is None else tokens.shape
     batch, length = shape[:-1].numel(), shape[-1]
+    plain = packed[0] is None and not _weights_wanted(module, given)
+    step = steps.begin(module, given, batch, length, mask) if plain else None
+    if step is not None:
+        try:
+            return state.call(module, {**given, "attention_mask": step})
+        finally:
+            step.end()
     if isinstance(mask, torch.Tensor) and mask.shape[:-1] == shape[:-1]:
         mask = mask.reshape(batch, -1).to(torch.bool)
     if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
