@@ -152,6 +152,8 @@ def fused_attention(module, query, key, value, attention_mask=None, scaling=None
         layout = build_layout(batch, query.shape[2], keys, cu_seqlens=cu_seqlens, max_length=longest, cross=cross)
     if cross and layout is not None and layout.mask is not None:
         layout = _keys_alone(layout)
+    if layout is not None and not torch.compiler.is_compiling():
+        layout = layout.to(query.device)  # where layers lie on several devices
     slot = attention_mask if isinstance(attention_mask, torch.Tensor) else layout
     return run_attention(module, query, key, value, slot, causal, scaling, dropout, sliding_window, softcap, **kwargs)
 
@@ -206,7 +208,7 @@ def _keys_alone(layout):
 def _one_dtype(query, key, value):
     """Under autocast its dtype; else the half precision that any of the three has, the values' first."""
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     else:
         half = [x.dtype for x in (value, key, query) if x.dtype in (torch.float16, torch.bfloat16)]

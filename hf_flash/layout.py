@@ -7,6 +7,7 @@ Three descriptions of a batch come in, alone or together: a 2-D padding mask of 
 holes), `position_ids` that start again (packed documents), and flash-attn's `cu_seq_lens`.
 """
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -161,6 +162,7 @@ class Layout:
     flag      a 0-d bool tensor of the caller's that is read together with the layout's own facts, then a bool
     cross     whether the mask speaks of the keys alone
     measured  whether it describes a padded batch that may yet leave its padding
+    moved     device -> this layout there, once asked for
     pending   whether the layers' own keyword arguments may still say that the batch is packed
     """
 
@@ -172,6 +174,7 @@ class Layout:
         self.starts = self.queries = self.keys = self.left_pad = None
         self.gaps = self.padded_start = self.cross = self.measured = self.pending = False
         self.completed = self.flag = None
+        self.moved = {}
 
     def dim(self):
         return 4
@@ -186,13 +189,19 @@ class Layout:
         return next((tensor.device for tensor in tensors if tensor is not None), None)
 
     def to(self, device=None, *args, **kwargs):
-        """The same layout on another device; accelerate's hooks ask for it at every layer."""
+        """The same layout on another device, moved once for all layers there; accelerate asks for it at every layer."""
         if not isinstance(device, str | int | torch.device) or self.device in (None, torch.device(device)):
             return self
-        other = Layout(self.batch, self.q_length, self.kv_length)
-        for name, value in self.__dict__.items():
-            setattr(other, name, value.to(device) if isinstance(value, torch.Tensor | Rows) else value)
-        return other
+        device = torch.device(device)
+        if device not in self.moved:
+            other = self.moved[device] = copy.copy(self)
+            other.moved = {}
+            for name, value in self.__dict__.items():
+                if isinstance(value, torch.Tensor | Rows | Layout):
+                    setattr(other, name, value.to(device))
+            if self.queries is self.keys:
+                other.queries = other.keys
+        return self.moved[device]
 
     def trim(self, x):
         """(batch, heads, buffer, head_dim) -> without the places of a static cache known to be unused."""
@@ -318,6 +327,13 @@ class Layout:
         self.left_pad = left_pad.to(torch.int32) if one_run else None
 
 
+def _check_devices(**tensors):
+    devices = {name: x.device for name, x in tensors.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        found = " and ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{found}: move them to one device, that of input_ids, with .to(input_ids.device)")
+
+
 def build_layout(batch, q_length, kv_length, *, mask=None, used=None, position_ids=None, cu_seqlens=None,
                  max_length=None, weights=False, cross=False, flag=None):  # fmt: skip
     """The Layout of one forward, with one host sync at most, or None where queries and keys are plain and dense.
@@ -329,8 +345,10 @@ def build_layout(batch, q_length, kv_length, *, mask=None, used=None, position_i
     cu_seqlens    (documents + 1,) over the flattened batch, max_length the longest document if known
     cross         whether the mask speaks of the keys alone
 
-    Raises ValueError where cu_seqlens does not fit the batch.
+    Raises ValueError where cu_seqlens does not fit the batch, or the tensors lie on several devices.
     """
+    if not torch.compiler.is_compiling():
+        _check_devices(attention_mask=mask, position_ids=position_ids, cu_seq_lens=cu_seqlens)
     buffer = kv_length
     if isinstance(used, int):
         kv_length, used = min(used, kv_length), None
