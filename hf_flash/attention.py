@@ -38,13 +38,31 @@ class _Attention(torch.autograd.Function):
             if grad_lse is None:
                 return None, None, None, None, None, *nothing
             grad_out = torch.zeros_like(out)
-        grads = ops.backward(
-            grad_out, grad_lse, *_unpacked(ctx.packing, q, k, v), out, lse, *sequences, alibi_slopes, rng_state,
-            *ctx.settings, ctx.deterministic, ctx.packing, wanted,
-        )  # fmt: skip
+        with torch.no_grad():
+            grads = ops.backward(
+                grad_out, grad_lse, *_unpacked(ctx.packing, q, k, v), out, lse, *sequences, alibi_slopes, rng_state,
+                *ctx.settings, ctx.deterministic, ctx.packing, wanted,
+            )  # fmt: skip
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            grads = _LastDerivative.apply(len(grads), *grads, grad_out, q, k, v)
         grads = iter(grads)
         dq, dk, dv = [next(grads) if w else None for w in wanted]
         return None, None, dq, dk, dv, *nothing
+
+
+class _LastDerivative(torch.autograd.Function):
+    """The first `count` tensors as they are: gradients of the rest, which refuse to be differentiated in silence."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "hf_flash attention has no second derivative: for create_graph=True, gradient penalties and Hessians use "
+            "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
 def _unpacked(packing, q, k, v):
@@ -68,7 +86,6 @@ def attend(
     q, k, v as packing says (see `_Attention`; absent ones None). lse (batch, heads, seq_q), packed (heads, total_q).
     """
     head_dim = q.shape[-1]
-    scale = head_dim**-0.5 if scale is None else scale
     pad = -head_dim % 8
     if pad and uses_kernels(q):
         q, k, v = (F.pad(x, (0, pad)) for x in _unpacked(packing, q, k, v))
@@ -95,15 +112,40 @@ def attend(
     return (out[..., :head_dim] if pad and out.shape[-1] != head_dim else out), lse
 
 
+def _is_stock(q, k, v, right):
+    """Whether PyTorch's own function does the same without a mask, and nobody differentiates it."""
+    return (
+        q.is_cpu
+        and not uses_kernels(q)
+        and (right < 0 or (right == 0 and (q.shape[1] == k.shape[1] or q.shape[1] == 1)))
+        and k.numel() > 0
+        # Before NATIVE_GROUPS PyTorch has no fused path for groups.
+        and (NATIVE_GROUPS or q.shape[2] == k.shape[2])
+        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    )
+
+
+def _stock(q, k, v, scale, causal):
+    """PyTorch's own function, where its meaning is ours: the least overhead on the CPU."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:  # else it would take the path with a score matrix
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = _sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
 def _dense(
     packing, q, k, v, dropout_p, scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     return_lse,
 ):  # fmt: skip
     left, right = checks.window(window_size, causal)
-    checks.scalars(dropout_p, softcap)
+    dropout_p, softcap, scale = checks.scalars(dropout_p, softcap, scale, q.shape[-1])
+    wants_lse = return_attn_probs or return_lse
+    if packing == 0 and dropout_p == 0 and softcap == 0 and left < 0 and alibi_slopes is None and not wants_lse:
+        if _is_stock(q, k, v, right):
+            return _stock(q, k, v, scale, right == 0 and q.shape[1] > 1)
     if alibi_slopes is not None:
         alibi_slopes = checks.alibi(alibi_slopes, q.shape[-2], q.shape[0], q.device)
-    wants_lse = return_attn_probs or return_lse
     out, lse = attend(
         packing, q, k, v, dropout_p=dropout_p, scale=scale, left=left, right=right, softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic, lse_wanted=wants_lse,
@@ -152,34 +194,10 @@ def flash_attn_func(
     """
     q, k, v = checks.autocast(q, k, v)
     checks.dense(q, k, v)
-    if (
-        q.is_cpu
-        and dropout_p == 0.0
-        and softcap == 0.0
-        and alibi_slopes is None
-        and not (return_attn_probs or return_lse)
-        and window_size[0] < 0
-        and (window_size[1] < 0 or causal)
-        and (not causal or q.shape[1] == k.shape[1] or q.shape[1] == 1)
-        and k.numel() > 0
-        # PyTorch adds a group's gradients in half precision, and before NATIVE_GROUPS has no fused path for groups.
-        and (q.shape[2] == k.shape[2] or (NATIVE_GROUPS and q.dtype.itemsize > 2))
-        and not uses_kernels(q)
-    ):
-        return _stock(q, k, v, softmax_scale, True if causal and q.shape[1] > 1 else False)  # a bool, not a SymBool
     return _dense(
         0, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, return_lse,
     )  # fmt: skip
-
-
-def _stock(q, k, v, scale, causal):
-    """PyTorch's own function, where its meaning is ours: the least overhead on the CPU."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:  # else it would take the path with a score matrix
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = _sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
 
 
 def flash_attn_qkvpacked_func(
@@ -234,7 +252,7 @@ def _varlen(
     softcap, alibi_slopes, deterministic, return_attn_probs, return_lse, block_table=None,
 ):  # fmt: skip
     left, right = checks.window(window_size, causal)
-    checks.scalars(dropout_p, softcap)
+    dropout_p, softcap, scale = checks.scalars(dropout_p, softcap, scale, q.shape[-1])
     max_seqlen_q = checks.length(max_seqlen_q, "max_seqlen_q")
     max_seqlen_k = checks.length(max_seqlen_k, "max_seqlen_k")
     total_k = None if block_table is not None else q.shape[0] if k is None else k.shape[0]
@@ -244,6 +262,7 @@ def _varlen(
         alibi_slopes = checks.alibi(alibi_slopes, q.shape[-2], batch, q.device)
     used_k = None
     if block_table is not None:  # pages have no offsets: each sequence has a length
+        checks.rows(block_table, "block_table", batch)
         used_k, cu_seqlens_k = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).to(torch.int32), None
     wants_lse = return_attn_probs or return_lse
     out, lse = attend(

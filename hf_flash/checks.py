@@ -4,16 +4,20 @@ Checks of values that lie on a GPU would make the host wait, so offsets are chec
 once for each tensor of offsets.
 """
 
+import operator
+
 import torch
+from torch.autograd import forward_ad
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_HEAD_DIM = 256
+_NO_LIMIT = 1 << 30  # a window of as many keys hides none, and fits the kernels' int with room to add
 
 
 def autocast(*tensors):
     """Under torch.autocast, attention runs in autocast's dtype, as PyTorch's own does; otherwise nothing changes."""
-    kind = tensors[0].device.type
+    kind = getattr(getattr(tensors[0], "device", None), "type", "meta")  # what is no tensor is named by _tensors
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
@@ -22,6 +26,26 @@ def autocast(*tensors):
 
 def _shape(x):
     return tuple(x.shape)
+
+
+def _tensors(q, k, v):
+    """Whether these are tensors that derivatives and batching rules of PyTorch's leave alone."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}: it must be a torch.Tensor")
+    if torch.compiler.is_compiling():
+        return
+    # Both would be lost without a word: kernels see memory, not what PyTorch has attached to it.
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "hf_flash attention does not run under torch.func (vmap, grad, jvp, jacrev): use torch.autograd.grad and "
+            "the batch axis, or torch.nn.functional.scaled_dot_product_attention"
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(
+            "hf_flash attention has no forward-mode derivative (dual numbers, jvp): use torch.autograd.grad, or "
+            "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
 def _common(q, k, v):
@@ -82,6 +106,7 @@ def _explain(q, k, v):
 
 def dense(q, k, v):
     """q (batch, seq_q, heads, head_dim), k and v (batch, seq_k, kv_heads, head_dim)."""
+    _tensors(q, k, v)
     if not (q.dim() == 4 and k.dim() == 4 and v.dim() == 4):
         raise ValueError(
             f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)} must be (batch, seq, heads, head_dim); for packed sequences "
@@ -95,6 +120,7 @@ def dense(q, k, v):
 
 def varlen(q, k, v):
     """q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim)."""
+    _tensors(q, k, v)
     if not (q.dim() == 3 and k.dim() == 3 and v.dim() == 3):
         raise ValueError(
             f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)} must be (total, heads, head_dim), all tokens in a row; "
@@ -113,6 +139,7 @@ def packed(x, name, parts, dims):
 
 def paged(q, k, v, block_table):
     """q (total_q, heads, head_dim) or (batch, seq, heads, head_dim); k and v (pages, page_size, kv_heads, head_dim)."""
+    _tensors(q, k, v)
     if k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             f"with block_table k {_shape(k)} and v {_shape(v)} must be (num_pages, page_size, kv_heads, head_dim)"
@@ -126,27 +153,71 @@ def paged(q, k, v, block_table):
 
 def window(window_size, causal):
     """(left, right) with -1 for no limit; causal sets right to 0."""
-    left, right = window_size
-    return (left if left >= 0 else -1), (0 if causal else right if right >= 0 else -1)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size!r}: it must be (left, right), with -1 for no limit")
+    left, right = (integer(x, "window_size", "(left, right) in tokens, -1 for no limit", -1) for x in window_size)
+    left, right = (x if x < _NO_LIMIT else -1 for x in (left, right))
+    return left, 0 if causal else right
 
 
-def scalars(dropout_p, softcap):
+def integer(value, name, meaning, least=0):
+    """An int of at least `least` (-1 or 0); SymInt stays. A float or a bool in its place is a mistake."""
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}: give int, {meaning}") from None
+    if value < least:
+        raise ValueError(f"{name} is {value}: give {meaning}")
+    return value
+
+
+def _number(value, name):
+    """A float, int or SymFloat as it is; what converts to one, such as a NumPy number, converted."""
+    if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        raise TypeError(f"{name} is a {type(value).__name__}: it must be a number") from None
+
+
+def scalars(dropout_p, softcap, scale, head_dim):
+    """(dropout_p, softcap, scale) as numbers; scale None is 1 / sqrt(head_dim)."""
+    dropout_p, softcap = _number(dropout_p, "dropout_p"), _number(softcap, "softcap")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}: it must be at least 0 and below 1")
     if not 0 <= softcap < float("inf"):
         raise ValueError(f"softcap is {softcap}: it must be positive, or 0 for none")
+    if scale is None:
+        return dropout_p, softcap, head_dim**-0.5
+    scale = _number(scale, "softmax_scale")
+    if not abs(scale) < float("inf"):
+        raise ValueError(f"softmax_scale is {scale}: it must be finite, or None for 1 / sqrt(head_dim)")
+    return dropout_p, softcap, scale
 
 
 def length(value, name):
-    if isinstance(value, (int, torch.SymInt)):
-        return value
     if value is None:
         raise ValueError(f"{name} is None: give the longest length as an int, for example unpad_input's max_seqlen")
-    return int(value)
+    return integer(value, name, "the longest length, for example unpad_input's max_seqlen")
 
 
-def indices(x, name, device):
-    """An index tensor as the kernels want it: int32, on q's device, last axis contiguous."""
+def rows(x, name, batch):
+    """A row for each sequence of q."""
+    if x.shape[0] != batch:
+        raise ValueError(f"{name} {_shape(x)} must have {batch} rows, one for each sequence of q")
+
+
+def indices(x, name, device, shape=None, below=None):
+    """An index tensor as the kernels want it: int32, on q's device, last axis contiguous.
+
+    shape: what it must be. below: values must be at least 0 and below this; checked where the host has them.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is {type(x).__name__}: it must be an int32 tensor on {device}")
     if x.device != device:
@@ -155,17 +226,28 @@ def indices(x, name, device):
         if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
             raise TypeError(f"{name} is {x.dtype}: it must be int32")
         x = x.to(torch.int32)
+    if shape is not None and x.shape != shape:
+        raise ValueError(f"{name} {_shape(x)} must be {shape}: an entry for each sequence of q")
+    if below is not None and x.is_cpu and type(x) is torch.Tensor and not torch.compiler.is_compiling():
+        if any(not 0 <= i < below for i in x.tolist()):
+            raise ValueError(f"{name} is {x.tolist()}: its entries must be at least 0 and below {below}")
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def alibi(slopes, heads, batch, device):
     """(heads,) or (batch, heads), fp32, contiguous."""
+    if not isinstance(slopes, torch.Tensor):
+        raise TypeError(f"alibi_slopes is {type(slopes).__name__}: it must be a float32 tensor on {device}")
     if slopes.device != device:
         raise ValueError(f"alibi_slopes is on {slopes.device}, q on {device}: move it once with .to(q.device)")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes {_shape(slopes)} must be ({heads},) or ({batch}, {heads}): heads, or batch and heads"
         )
+    if not slopes.dtype.is_floating_point:
+        raise TypeError(f"alibi_slopes is {slopes.dtype}: it must be float32")
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("alibi_slopes requires grad, and slopes get no gradient: give alibi_slopes.detach()")
     return slopes.to(torch.float32).contiguous()
 
 

@@ -270,10 +270,19 @@ def _split(x, n):
 
 
 def _paged(k, v, used_k, block_table):
-    """Gathers the pages in use: dense (batch, longest, kv_heads, head_dim)."""
-    longest = int(used_k.max()) if used_k.numel() else 0
-    pages = block_table[:, : -(-longest // k.shape[1])].long()
+    """Gathers the pages in use: dense (batch, longest, kv_heads, head_dim). Entries of no use may be anything."""
+    pages = _pages(block_table, used_k, *k.shape[:2])
     return tuple(x[pages].flatten(1, 2) for x in (k, v))
+
+
+def _pages(block_table, used_k, count, page_size):
+    """The columns of block_table that hold the longest sequence, 0 in place of entries past a sequence's end."""
+    longest = int(used_k.max()) if used_k.numel() else 0
+    pages = block_table[:, : -(-longest // page_size)].long()
+    pages = pages.masked_fill(torch.arange(pages.shape[1]) * page_size >= used_k[:, None], 0)
+    if ((pages < 0) | (pages >= count)).any():
+        raise ValueError(f"block_table {pages.tolist()} must name pages from 0 to below {count}")
+    return pages
 
 
 def forward(
@@ -374,6 +383,8 @@ def decode(
     new = 0 if k is None else k.shape[1]
     if lengths and (max(lengths) + new > capacity or min(lengths) < 0):
         raise ValueError(f"cache_seqlens {lengths} and {new} new keys do not fit the cache's {capacity} slots")
+    if block_table is not None and k is not None:
+        _pages(block_table, cache_seqlens + new, *k_cache.shape[:2])  # before anything is written
     # Rows of one length are one batched call on a part of the cache.
     even = lengths and lengths.count(lengths[0]) == len(lengths) and cache_leftpad is None and block_table is None
     if even and rotary_cos is None and cache_batch_idx is None and k is not None:

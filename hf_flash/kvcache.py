@@ -5,7 +5,7 @@ import torch
 from . import checks, ops
 
 
-def _rotary(cos, sin, q, k, head_dim):
+def _rotary(cos, sin, q, k, head_dim, capacity):
     if (cos is None) != (sin is None):
         raise ValueError("rotary_cos and rotary_sin: give both or neither")
     if cos is None:
@@ -17,6 +17,8 @@ def _rotary(cos, sin, q, k, head_dim):
             raise ValueError(f"{name} {tuple(x.shape)} must be (positions, rotary_dim / 2), rotary_dim <= {head_dim}")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}: move it once with .to(q.device)")
+        if x.shape[0] < capacity:
+            raise ValueError(f"{name} has {x.shape[0]} rows: it must have one for each of the cache's {capacity} slots")
     return cos.to(q.dtype).contiguous(), sin.to(q.dtype).contiguous()
 
 
@@ -94,6 +96,7 @@ def flash_attn_with_kvcache(
     q = checks.autocast(q)[0]
     if block_table is not None:
         block_table = checks.paged(q, k_cache, v_cache, block_table)
+        checks.rows(block_table, "block_table", q.shape[0])
     elif cache_batch_idx is None:
         checks.dense(q, k_cache, v_cache)
     else:
@@ -106,20 +109,20 @@ def flash_attn_with_kvcache(
         checks.dense(q, k, v)
         if k.shape[2] != k_cache.shape[2]:
             raise ValueError(f"k {tuple(k.shape)} has other kv_heads than k_cache {tuple(k_cache.shape)}")
-    rotary_cos, rotary_sin = _rotary(rotary_cos, rotary_sin, q, k, head_dim)
-    left, right = checks.window(window_size, causal)
-    checks.scalars(0.0, softcap)
     capacity = _capacity(k_cache, block_table)
+    rotary_cos, rotary_sin = _rotary(rotary_cos, rotary_sin, q, k, head_dim, capacity)
+    left, right = checks.window(window_size, causal)
+    _, softcap, scale = checks.scalars(0.0, softcap, softmax_scale, head_dim)
+    num_splits = checks.integer(num_splits, "num_splits", "how many parts, 0 to choose by the length")
     cache_seqlens = _lengths(cache_seqlens, q, k, capacity)
     if cache_batch_idx is not None:
         if block_table is not None:
             raise ValueError("cache_batch_idx and block_table: give one; the table already says where each row lies")
-        cache_batch_idx = checks.indices(cache_batch_idx, "cache_batch_idx", q.device).contiguous()
+        cache_batch_idx = checks.indices(cache_batch_idx, "cache_batch_idx", q.device, (batch,), k_cache.shape[0])
     if cache_leftpad is not None:
-        cache_leftpad = checks.indices(cache_leftpad, "cache_leftpad", q.device).contiguous()
+        cache_leftpad = checks.indices(cache_leftpad, "cache_leftpad", q.device, (batch,), capacity + 1)
     if alibi_slopes is not None:
         alibi_slopes = checks.alibi(alibi_slopes, heads, batch, q.device)
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     with torch.no_grad():
         out, lse = ops.decode(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
