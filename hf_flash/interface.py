@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from . import library
 from .layout import Inputs, Layout, attend, build_layout
 from .record import RECORD, Record
+from .steps import Step
 
 # transformers takes any name that contains "flash" for the flash-attn package.
 NAME = "hf_fused"
@@ -138,6 +139,13 @@ def fused_attention(module, query, key, value, attention_mask=None, scaling=None
     None or, for stock attention, a dense mask -> out (batch, queries, heads, head_dim), weights or None.
     Raises RuntimeError where stock attention would be needed and the model was patched with strict=True.
     """
+    if type(attention_mask) is Step:
+        if scaling is None:
+            scaling = _default_scaling(module, query)
+        out = _step_attention(module, attention_mask, query, key, scaling, sliding_window, softcap, kwargs)
+        if out is not None:
+            return out, None
+        key, value, attention_mask = attention_mask.spell_out(module)
     layout = attention_mask if isinstance(attention_mask, Layout) else None
     cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
     config = getattr(module, "config", None)
@@ -176,6 +184,23 @@ def run_attention(module, query, key, value, attention_mask, causal, scaling, dr
     options = {"softmax_scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
     run = attend if layout is None else layout.attend
     return run(query, key, value, causal, window, **options), None
+
+
+def _step_attention(module, step, query, key, scaling, window, softcap, kwargs):
+    """One layer of a decoding step, or None where it takes the long way: its keys and values spelt out."""
+    pending = step.pending_of(module, key)
+    if pending is None:
+        return None
+    key, value = pending
+    signature = query.dtype, key.dtype, value.dtype, query.shape, key.shape, value.shape, query.device
+    if signature != step.checked or kwargs.get("head_mask") is not None or kwargs.get("s_aux") is not None:
+        key, value = _one_dtype(query, key, value)[1:]
+        fits = key is pending[0] and value is pending[1] and getattr(module, "is_causal", True)
+        if not fits or _obstacle(query.to(key.dtype), value, None, None, kwargs) is not None:
+            return None
+        step.checked = signature
+    record_of(module).count_fused(query.device)
+    return step.attend(module, query.to(key.dtype), pending, scaling, window, softcap)
 
 
 def _default_scaling(module, query):
@@ -331,6 +356,8 @@ def generation_layout(
 def fused_inner(module, query, key, value, attention_mask=None, head_mask=None):
     """The `_attn` of GPT-J and CodeGen off the interface: out (batch, heads, queries, head_dim), weights or None."""
     extra = {} if head_mask is None else {"head_mask": head_mask}
+    if type(attention_mask) is Step and extra:
+        key, value, attention_mask = attention_mask.spell_out(module)
     layout = attention_mask if isinstance(attention_mask, Layout) else None
     if not extra and not (layout is not None and layout.weights) and layout is attention_mask:
         dropout = module.attn_dropout.p if module.training else 0.0

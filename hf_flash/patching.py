@@ -11,7 +11,7 @@ from types import MethodType
 
 import torch
 
-from . import forward, interface
+from . import forward, generation, interface
 from .record import RECORD, Record, Report, row_of
 
 PATCH = "_hf_flash_patch"
@@ -247,6 +247,7 @@ def _patch(model, top, adapter, modules, strict, whole_model, version):
     patch.bind(base, forward.base_forward, whole_model=whole_model, encoder=encoder)
     if top is not base and (version < adapter.kwargs_since or type(top).__name__.endswith(forward.HEADS)):
         patch.bind(top, forward.top_forward, base=base)
+    generation.install(patch, top)
     top.__dict__[PATCH] = patch
 
 

@@ -15,7 +15,7 @@ from families import (
 )
 
 import hf_flash
-from hf_flash import layout
+from hf_flash import layout, ops
 
 transformers.logging.set_verbosity_error()
 
@@ -117,9 +117,9 @@ def test_a_cropped_cache_continues_like_stock(name):
     assert_rows_close(results[1], results[0], torch.ones(1, 3))
 
 
-def counted(monkeypatch, function):
+def counted(monkeypatch, module, function):
     calls = []
-    monkeypatch.setattr(layout, function, lambda *a, f=getattr(layout, function), **k: (calls.append(1), f(*a, **k))[1])
+    monkeypatch.setattr(module, function, lambda *a, f=getattr(module, function), **k: (calls.append(1), f(*a, **k))[1])
     return calls
 
 
@@ -127,10 +127,13 @@ def counted(monkeypatch, function):
 def test_left_padded_steps_read_the_cache_without_copies(name, monkeypatch):
     ours = hf_flash.patch_model(make(name))
     ids, mask = prompt("left")
-    cached = counted(monkeypatch, "flash_attn_with_kvcache")
-    varlen = counted(monkeypatch, "flash_attn_varlen_func")
-    generate(ours, ids, mask, 5, do_sample=False)
+    cached = counted(monkeypatch, layout, "flash_attn_with_kvcache")
+    varlen = counted(monkeypatch, layout, "flash_attn_varlen_func")
+    generate(ours, ids, mask, 5, do_sample=False, cache_implementation="static", disable_compile=True)
     assert len(cached) == 2 * 4 and len(varlen) == 2  # two layers, four steps after the prefill
+    steps = counted(monkeypatch, ops, "decode")
+    generate(ours, ids, mask, 5, do_sample=False)
+    assert len(steps) == 2 * 4 and len(cached) == 2 * 4
 
 
 @pytest.mark.parametrize("name", CAUSAL)

@@ -1,0 +1,85 @@
+"""What `generate` of a patched model does by itself: it keeps keys and values in a cache that grows in place."""
+
+import inspect
+
+from .forward import BoundForward
+from .steps import PRIVATE, cache_of
+
+STATE = "_hf_flash_generation"
+LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+class BoundMethod(BoundForward):
+    """A bound method of a model, with the signature and the text of the class's own of that name."""
+
+    def __init__(self, function, module, name):
+        super().__init__(function, module)
+        self.name = name
+
+    @property
+    def __name__(self):
+        return self.name
+
+    @property
+    def __doc__(self):
+        return getattr(type(self.module), self.name).__doc__
+
+    @property
+    def __signature__(self):
+        signature = inspect.signature(getattr(type(self.module), self.name))
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class Generation:
+    """A model's state of generation: the caches that `generate` has made and not yet handed out."""
+
+    def __init__(self):
+        self.caches = []
+
+    def __getstate__(self):
+        return {**self.__dict__, "caches": []}
+
+
+def install(patch, top):
+    """Set the methods of a patched model that can generate."""
+    if hasattr(top, "_prepare_cache_for_generation"):
+        patch.set(top, STATE, Generation())
+        patch.set(top, "generate", BoundMethod(generate, top, "generate"))
+        patch.set(
+            top, "_prepare_cache_for_generation", BoundMethod(prepare_cache, top, "_prepare_cache_for_generation")
+        )
+
+
+def generate(top, *args, **kwargs):
+    """The class's own `generate`. A cache that it made is its own until it returns."""
+    caches = getattr(top, STATE).caches
+    before = len(caches)
+    try:
+        return type(top).generate(top, *args, **kwargs)
+    finally:
+        for cache in caches[before:]:
+            setattr(cache, PRIVATE, False)
+        del caches[before:]
+
+
+def prepare_cache(top, *args, **kwargs):
+    """The class's own `_prepare_cache_for_generation`; a dynamic cache that it makes will grow in place."""
+    from .caches import grow
+
+    function = type(top)._prepare_cache_for_generation
+    given = inspect.signature(function).bind(top, *args, **kwargs).arguments
+    model_kwargs = given["model_kwargs"]
+    passed = cache_of(model_kwargs)
+    returned = function(top, *args, **kwargs)
+    cache = cache_of(model_kwargs)
+    if passed is None and cache is not None and grow(cache, given.get("max_cache_length")):
+        getattr(top, STATE).caches.append(cache)
+        setattr(cache, PRIVATE, _loop_is_stock(top))
+    return returned
+
+
+def _loop_is_stock(top):
+    """Whether the masks of later steps come from transformers' own code, which appends ones."""
+    return all(
+        name not in top.__dict__ and getattr(type(top), name).__module__.startswith("transformers.") for name in LOOP
+    )
