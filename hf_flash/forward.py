@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from . import steps, wholemodel
+from . import loss, steps, wholemodel
 from .interface import PACKED, packed_arguments
 from .layout import Inputs, Layout, build_layout
 
@@ -55,18 +55,20 @@ class State:
 
     base         the base model of a model with a head, else None
     whole_model  whether padding may be skipped by the whole model
+    graphs       captured decoding steps of a model with a head, or None
     split        what shares sequences among processes (sequence_parallel), or None
     encoder      whether the model never keeps a cache
     head         whether the head predicts tokens of the vocabulary
+    keep_logits  whether training forwards with labels return logits
     """
 
-    def __init__(self, module, previous=None, base=None, whole_model=True, encoder=False):
+    def __init__(self, module, previous=None, base=None, whole_model=True, encoder=False, keep_logits=True):
         self.head = type(module).__name__.endswith(HEADS)
         self.whole_model, self.encoder, self.unpadded = whole_model, encoder, Counter()
-        self.previous, self.base, self.active = previous, base, True
+        self.previous, self.base, self.active, self.keep_logits = previous, base, True, keep_logits
         self.prepared = "_original_forward" in module.__dict__
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.packed = self.split = None
+        self.packed = self.split = self.graphs = None
 
     def notes(self):
         """Lines for the report: how padding was skipped, and how often."""
@@ -81,6 +83,11 @@ class State:
         return self.prepared and "_original_forward" not in module.__dict__
 
     def call(self, module, given):
+        if not self.keep_logits and loss.skips_logits(module, given):
+            return loss.without_logits(module, self._call, given)
+        return self._call(module, given)
+
+    def _call(self, module, given):
         if self.previous is not None and not self.unwrapped(module):
             return self.previous(**given)
         return type(module).forward(module, **given)
@@ -95,6 +102,9 @@ def top_forward(module, *args, **kwargs):
         return state.call(module, given)
     if state.split is not None and not state.split.steps_back(given):
         return state.split.forward(module, state, given)
+    replayed = None if state.graphs is None else state.graphs.step(module, state, given)
+    if replayed is not None:
+        return replayed
     base = getattr(state.base, STATE)
     if any(name in given for name in PACKED):
         base.packed = packed_arguments(given)

@@ -137,7 +137,8 @@ def _rows(mask, starts=None):
         )
     else:
         before = F.pad(flat.cumsum(0), (1, 0))
-        cu_seqlens = before[F.pad(places(starts.flatten()), (0, 1), value=flat.numel())]
+        # Concatenated: torch.compile takes the value of a pad for a constant, and would compile for every length.
+        cu_seqlens = torch.cat([before[places(starts.flatten())], before[-1:]])
         longest, documents = cu_seqlens.diff().max(), starts.sum()
     rows = Rows(places(flat), cu_seqlens.to(torch.int32), mask.shape[1], static=True)
     return rows, lengths.sum(), longest, documents

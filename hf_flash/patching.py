@@ -11,7 +11,7 @@ from types import MethodType
 
 import torch
 
-from . import forward, generation, interface
+from . import forward, generation, interface, loss
 from .record import RECORD, Record, Report, row_of
 
 PATCH = "_hf_flash_patch"
@@ -164,7 +164,7 @@ def on_interface(module):
     )
 
 
-def patch_model(model, strict=False, whole_model=True):
+def patch_model(model, strict=False, whole_model=True, keep_logits=True, cuda_graphs=False):
     """Make a model that is already loaded use hf_flash's attention, in place.
 
     Args:
@@ -173,6 +173,15 @@ def patch_model(model, strict=False, whole_model=True):
         strict: raise RuntimeError where a call cannot be fused, instead of taking the stock path for that call.
         whole_model: skip padding in the whole model, not in attention alone, in forwards that keep no cache. In
             training a cache counts as kept only if use_cache=True is passed. `report` says which was done, and why.
+        keep_logits: False leaves the logits out of what a causal language model returns in training with labels: the
+            loss is then computed on a part of the tokens at a time, which saves the largest tensors of long contexts
+            for one more product with the head's weight. For training loops that read the loss alone, such as the
+            Trainer's. Forwards in eval mode, without labels, with logits_to_keep or under torch.compile keep them.
+        cuda_graphs: in `generate`, capture the step that follows the prompt, head included, and replay it for every
+            token. A number says how many captured steps to keep (True: 4), one for each batch size. Each holds a cache
+            as long as `generate` was told that the text can get (max_new_tokens), and keeps it for later calls. What
+            cannot be replayed (beam search, assisted generation, forward hooks, ...) runs as without, and `report`
+            says why.
 
     Returns:
         The same object. Parameters, state-dict keys, class names, signatures and what save_pretrained writes stay as
@@ -190,16 +199,17 @@ def patch_model(model, strict=False, whole_model=True):
     tops = _transformers_models(model)
     if not tops:
         raise TypeError(f"there is no transformers model in this {type(model).__name__}")
-    plans = [_plan(top, strict) for top in tops]
+    plans = [_plan(top, strict, keep_logits, cuda_graphs) for top in tops]
     for top, adapter, modules in plans:
         if PATCH in top.__dict__:
-            _adjust(top, modules, strict, whole_model)
+            _adjust(top, modules, strict, whole_model, keep_logits)
         else:
-            _patch(model, top, adapter, modules, strict, whole_model, version)
+            _patch(model, top, adapter, modules, strict, whole_model, keep_logits, version)
+        generation.set_graphs(top, cuda_graphs)
     return model
 
 
-def _plan(top, strict):
+def _plan(top, strict, keep_logits, cuda_graphs):
     """Everything that can be refused is refused here, before anything is changed."""
     kind = getattr(top.config, "model_type", None)
     if kind not in ADAPTERS:
@@ -219,10 +229,16 @@ def _plan(top, strict):
         size = getattr(module, "head_dim", getattr(module, "attention_head_size", 0))
         if strict and size > interface.MAX_HEAD_DIM:
             raise RuntimeError(f"{name} has head dim {size}; hf_flash fuses up to {interface.MAX_HEAD_DIM}")
+    if not (keep_logits or loss.can_skip_logits(top)):
+        raise ValueError(
+            f"keep_logits=False is for causal language models with transformers' own loss, not for {type(top).__name__}"
+        )
+    if cuda_graphs and not (type(top).__name__.endswith(forward.HEADS) and "causal" in adapter.features):
+        raise ValueError(f"cuda_graphs=True is for models that generate, not for {type(top).__name__}")
     return top, adapter, modules
 
 
-def _patch(model, top, adapter, modules, strict, whole_model, version):
+def _patch(model, top, adapter, modules, strict, whole_model, keep_logits, version):
     from transformers import PreTrainedModel
 
     base = top.base_model
@@ -246,13 +262,16 @@ def _patch(model, top, adapter, modules, strict, whole_model, version):
     encoder = "bidirectional" in adapter.features and not getattr(base.config, "is_decoder", False)
     patch.bind(base, forward.base_forward, whole_model=whole_model, encoder=encoder)
     if top is not base and (version < adapter.kwargs_since or type(top).__name__.endswith(forward.HEADS)):
-        patch.bind(top, forward.top_forward, base=base)
+        patch.bind(top, forward.top_forward, base=base, keep_logits=keep_logits)
+        loss.install(patch, top)
     generation.install(patch, top)
     top.__dict__[PATCH] = patch
 
 
-def _adjust(top, modules, strict, whole_model):
+def _adjust(top, modules, strict, whole_model, keep_logits):
     top.__dict__[PATCH].strict = strict
+    if forward.STATE in top.__dict__:
+        top.__dict__[forward.STATE].keep_logits = keep_logits
     getattr(top.base_model, forward.STATE).whole_model = whole_model
     for _, module in modules:
         getattr(module, RECORD).strict = strict
@@ -293,4 +312,6 @@ def report(model):
             rows.append(dataclasses.replace(row, name=name))
         if patch is not None:
             notes += getattr(top.base_model, forward.STATE).notes()
+            graphs = generation.graphs_of(top)
+            notes += graphs.notes() if graphs else []
     return Report(rows, patched, notes)
