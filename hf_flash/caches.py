@@ -179,6 +179,11 @@ class GrowingLayer(DynamicLayer):
     def get_seq_length(self):
         return self.spans[0].end - self.spans[0].start
 
+    def advance(self, rows):
+        """Count rows in, or out where negative, that a captured step has written or will write again."""
+        for span in self.spans:
+            span.end += rows
+
     def reorder_cache(self, beam_idx):
         self.settle()
         self.left_pad = None
@@ -213,6 +218,10 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
     def get_seq_length(self):
         return self.cumulative_length
 
+    def advance(self, rows):
+        super().advance(rows)
+        self.cumulative_length += rows
+
 
 def grow(cache, limit=None, place=None):
     """Make an empty DynamicCache grow in place. Other caches, offloaded ones and other kinds of layers stay.
@@ -236,8 +245,10 @@ def grow(cache, limit=None, place=None):
         if isinstance(layer, DynamicSlidingWindowLayer):
             new = GrowingSlidingLayer(sliding_window=layer.sliding_window)
             new.record_past = getattr(layer, "record_past", False)
+            slides = limit is None or limit >= layer.sliding_window
         else:
-            new = GrowingLayer()
+            new, slides = GrowingLayer(), False
+        if not slides:
             new.limit, new.place = limit, place and functools.partial(place, len(made))
         made.append(new)
         return new

@@ -2,10 +2,12 @@
 
 import inspect
 
-from .forward import BoundForward
+from .forward import STATE, BoundForward
+from .graphs import KEPT, Graphs
 from .steps import PRIVATE, cache_of
 
-STATE = "_hf_flash_generation"
+# The caches that a model's `generate` has made and not yet handed out.
+CACHES = "_hf_flash_caches"
 LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
@@ -30,20 +32,10 @@ class BoundMethod(BoundForward):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-class Generation:
-    """A model's state of generation: the caches that `generate` has made and not yet handed out."""
-
-    def __init__(self):
-        self.caches = []
-
-    def __getstate__(self):
-        return {**self.__dict__, "caches": []}
-
-
 def install(patch, top):
     """Set the methods of a patched model that can generate."""
     if hasattr(top, "_prepare_cache_for_generation"):
-        patch.set(top, STATE, Generation())
+        patch.set(top, CACHES, [])
         patch.set(top, "generate", BoundMethod(generate, top, "generate"))
         patch.set(
             top, "_prepare_cache_for_generation", BoundMethod(prepare_cache, top, "_prepare_cache_for_generation")
@@ -52,7 +44,7 @@ def install(patch, top):
 
 def generate(top, *args, **kwargs):
     """The class's own `generate`. A cache that it made is its own until it returns."""
-    caches = getattr(top, STATE).caches
+    caches = getattr(top, CACHES)
     before = len(caches)
     try:
         return type(top).generate(top, *args, **kwargs)
@@ -72,10 +64,28 @@ def prepare_cache(top, *args, **kwargs):
     passed = cache_of(model_kwargs)
     returned = function(top, *args, **kwargs)
     cache = cache_of(model_kwargs)
-    if passed is None and cache is not None and grow(cache, given.get("max_cache_length")):
-        getattr(top, STATE).caches.append(cache)
+    if passed is not None or cache is None:
+        return returned
+    length, graphs = given.get("max_cache_length"), graphs_of(top)
+    if grow(cache, length, graphs and graphs.lease(cache, length)):
+        getattr(top, CACHES).append(cache)
         setattr(cache, PRIVATE, _loop_is_stock(top))
     return returned
+
+
+def graphs_of(top):
+    """The captured steps of a patched model, or None."""
+    return getattr(top.__dict__.get(STATE), "graphs", None)
+
+
+def set_graphs(top, wanted):
+    """Turn captured steps on (True, or how many to keep) or off for a patched model."""
+    if wanted:
+        state = getattr(top, STATE)
+        state.graphs = state.graphs or Graphs()
+        state.graphs.limit = KEPT if wanted is True else wanted
+    elif graphs_of(top) is not None:
+        getattr(top, STATE).graphs = None
 
 
 def _loop_is_stock(top):

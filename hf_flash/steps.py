@@ -92,6 +92,8 @@ class Step(Layout):
 
     def spell_out(self, module):
         """(key, value, Layout or None) of a layer that takes the long way: all its keys, the new ones written."""
+        if self.given_lengths:
+            raise RuntimeError("a layer's call does not fit the kernel that decodes (see the reasons in the table)")
         layer = self.cache.layers[module.layer_idx]
         layer.flush()
         keys, values = (span.view() for span in layer.spans)
