@@ -49,7 +49,6 @@ typedef struct {
 
   void *workspace;                     // hf_flash_workspace_bytes(pass, params) bytes on 256; contents do not matter
   int64_t workspace_bytes;
-  int32_t *tile_counter;               // two ints in device memory, zero on entry and on exit, used by one stream at a time
 
   int64_t total_q, total_k;            // rows of the packed tensors (rows past cu_seqlens[batch] are zeroed); dense: 0
   int32_t dtype, kernel;

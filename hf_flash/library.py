@@ -45,7 +45,6 @@ class HfFlashParams(ctypes.Structure):
         + _fields(ctypes.c_int64, "alibi_batch_stride")
         + _fields(ctypes.c_void_p, "rng_state workspace")
         + _fields(ctypes.c_int64, "workspace_bytes")
-        + _fields(ctypes.c_void_p, "tile_counter")
         + _fields(ctypes.c_int64, "total_q total_k")
         + _fields(ctypes.c_int32, "dtype kernel batch heads kv_heads head_dim seq_q seq_k seq_new page_size")
         + _fields(ctypes.c_int32, "window_left window_right rotary_dim rotary_interleaved num_splits deterministic")
@@ -67,7 +66,6 @@ class Status(typing.NamedTuple):
 _library = None
 _status = None
 _kernel = None
-_tile_counters = {}
 
 
 def path():
@@ -187,16 +185,6 @@ def _check(library, code, params, which):
     raise RuntimeError(f"{name}: {text} (code {code})")
 
 
-def _tile_counter(device, stream):
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)  # a replay may run beside the stream's own calls
-    key = device.index, stream
-    counter = _tile_counters.get(key)
-    if counter is None:
-        counter = _tile_counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return counter
-
-
 def run(which, params, device):
     """Runs FORWARD, BACKWARD or DECODE on the device's current stream, with scratch memory from torch's allocator."""
     library = _library or _loaded()
@@ -212,8 +200,6 @@ def run(which, params, device):
 
 def _run(library, which, params, device, stream):
     pointer = ctypes.addressof(params)
-    counter = _tile_counter(device, stream)
-    params.tile_counter = counter.data_ptr()
     if which != FORWARD:
         size = library.hf_flash_workspace_bytes(which, pointer)
         if size > 0:

@@ -1,4 +1,4 @@
-"""csrc/mask.cuh and csrc/philox.cuh, compiled for the host, against brute force and the published generator."""
+"""csrc/mask.cuh, csrc/philox.cuh and csrc/hopper/tile_counter.cuh, compiled for the host, against brute force."""
 
 import ctypes
 import random
@@ -64,6 +64,42 @@ def test_query_range_holds_exactly_the_rows_that_see_some_key(library, mask, dat
     last = data.draw(st.integers(first, mask[1] + 8))  # tiles may reach past the last key
     expected = {i for i in range(mask[0]) if any(sees(i, j, *mask) for j in range(first, last))}
     assert set(mask_range(library, QUERIES, *mask, first, last)) == expected
+
+
+def tile_counters(library, launches):
+    """The counters that launches, pairs (stream, captured), get of a fresh set; and how many counters there are."""
+    streams = (ctypes.c_uint64 * len(launches))(*(stream for stream, _ in launches))
+    captured = (ctypes.c_uint8 * len(launches))(*(captured for _, captured in launches))
+    numbers, count = (ctypes.c_int * len(launches))(), ctypes.c_int()
+    library.tile_counters(len(launches), streams, captured, numbers, ctypes.byref(count))
+    return list(numbers), count.value
+
+
+PER_THREAD = 2  # the handle that stands for a stream of each thread
+NO_COUNTER = -1
+
+
+@settings(max_examples=100, deadline=None)
+@given(launches=st.lists(st.tuples(st.sampled_from((0, 1, PER_THREAD, 2**40, 2**47 + 16)), st.booleans()), max_size=40))
+def test_only_launches_of_one_stream_share_a_tile_counter(library, launches):
+    numbers, count = tile_counters(library, launches)
+    users = {}
+    for i, ((stream, captured), number) in enumerate(zip(launches, numbers)):
+        assert (number == NO_COUNTER) == (stream == PER_THREAD)
+        assert number < count
+        if number != NO_COUNTER:
+            users.setdefault(number, set()).add(("graph", i) if captured else ("stream", stream))
+    assert all(len(user) == 1 for user in users.values())
+    assert len(users) == len(set().union(*users.values()))  # and a stream keeps its counter
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_tile_counters_that_run_out_are_not_shared(library, captured):
+    numbers, count = tile_counters(library, [(8 * i, captured) for i in range(1, 20000)] + [(8, False)])
+    *numbers, first_stream = numbers
+    given = [number for number in numbers if number != NO_COUNTER]
+    assert len(set(given)) == len(given) and max(given) < count and numbers[-1] == NO_COUNTER
+    assert first_stream == numbers[0] if not captured else first_stream not in given
 
 
 @pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (2**31 - 1, 0), (2**31 - 1, 2**31 - 1), (5, 2**31 - 1)])

@@ -105,7 +105,7 @@ def test_the_parameters_mirror_the_header(load, compiled):
         f"if (p->{name}{'.data' if kind is library.HfFlashTensor else ''} != ({cast}){i + 1}) return 1000 + {i + 1};"
         for i, (name, kind) in enumerate(library.HfFlashParams._fields_)
         for cast in ["void *" if kind in (library.HfFlashTensor, ctypes.c_void_p) else "int"]
-        if name not in ("kernel", "tile_counter")
+        if name != "kernel"
     )
     assert load(compiled(checks + " return 0;")) == library.Status(True, library.path(), "80;90a")
     params = library.HfFlashParams()
@@ -164,10 +164,3 @@ def test_what_the_copy_engine_cannot_describe_goes_to_the_portable_kernel(load, 
     library.run(library.FORWARD, library.HfFlashParams(), torch.device("cpu"))
     with library.force_kernel("hopper"), pytest.raises(RuntimeError, match="the text"):
         library.run(library.FORWARD, library.HfFlashParams(), torch.device("cpu"))
-
-
-def test_tile_counters_are_kept_for_each_stream():
-    counter = library._tile_counter(torch.device("cpu"), 1)
-    assert counter.tolist() == [0, 0] and counter.dtype == torch.int32
-    assert library._tile_counter(torch.device("cpu"), 1) is counter
-    assert library._tile_counter(torch.device("cpu"), 2) is not counter

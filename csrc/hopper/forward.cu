@@ -294,8 +294,11 @@ template <class C> int launch_forward(const Params& p, cudaStream_t stream) {
   // With packed queries this bounds the number of tiles: each sequence ends with at most one partial tile.
   const int64_t tiles = p.cu_seqlens_q ? (p.total_q / C::kTileQ + p.batch) * p.heads : a.query_tiles * all_heads;
   const int sm_count = device_facts().sm_count;
-  a.one_tile = tiles <= sm_count || p.tile_counter == nullptr;
-  return launch(forward_kernel<C>, a.one_tile ? tiles : sm_count, C::kThreads, sizeof(ForwardShared<C>), stream, a);
+  a.counter = TileCounters::kNone;
+  if (tiles > sm_count)
+    if (const int error = choose_tile_counter(stream, &a.counter)) return error;
+  const int64_t blocks = a.counter == TileCounters::kNone ? tiles : sm_count;
+  return launch(forward_kernel<C>, blocks, C::kThreads, sizeof(ForwardShared<C>), stream, a);
 }
 
 // Whether tiles of 128 query rows end sooner than tiles of 192: by the rows in whole waves of tiles and, causal, by the

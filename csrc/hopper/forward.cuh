@@ -4,6 +4,7 @@
 #include "../philox.cuh"
 #include "../sequence.cuh"
 #include "tensor_map.cuh"
+#include "tile_counter.cuh"
 
 namespace hf_flash::hopper {
 
@@ -67,8 +68,11 @@ struct ForwardArguments {
   int section_heads;                  // heads whose keys and values stay in L2 together
   bool ragged;                        // lengths are read from device memory
   bool longest_first;                 // later query tiles see more keys: start them first
-  bool one_tile;                      // each CTA serves the tile of its index only
+  int counter;                        // TileCounters; kNone: each CTA serves the tile of its index only
 };
+
+// Of every counter: how many tiles were taken beyond the first of each CTA, and how many CTAs are done.
+static __device__ int32_t tile_counters[TileCounters::kCount][2];
 
 // A position in a ring of kStages buffers.
 template <int kStages> struct Ring {

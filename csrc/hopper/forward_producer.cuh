@@ -97,16 +97,17 @@ template <class C> HF_DEVICE void describe_work(Work& w, const ForwardArguments&
 // loaded: early enough to hide the time it takes, late enough that CTAs end together.
 template <class C> HF_DEVICE void schedule(const ForwardArguments& a, ForwardShared<C>& s, int lane) {
   const Params& p = a.p;
+  int32_t* const counter = a.counter == TileCounters::kNone ? nullptr : tile_counters[a.counter];
   RaggedCursor<C::kTileQ> cursor;
   HF_NO_UNROLL
   for (int tile = blockIdx.x, count = 0;; ++count) {
     if (count > 0) {
-      if (a.one_tile) {
+      if (counter == nullptr) {
         tile = kNoTile;
       } else {
         if (lane == 0) {
           mbarrier_wait(&s.keys_loaded_soon, (count & 1) ^ 1);
-          tile = gridDim.x + atomicAdd(&p.tile_counter[0], 1);
+          tile = gridDim.x + atomicAdd(&counter[0], 1);
         }
         tile = __shfl_sync(~0u, tile, 0);
       }
@@ -125,9 +126,9 @@ template <class C> HF_DEVICE void schedule(const ForwardArguments& a, ForwardSha
     if (!found) break;
   }
   // The last CTA to finish leaves both counters zero.
-  if (!a.one_tile && lane == 0 && atomicAdd(&p.tile_counter[1], 1) == int(gridDim.x) - 1) {
-    p.tile_counter[0] = 0;
-    p.tile_counter[1] = 0;
+  if (counter != nullptr && lane == 0 && atomicAdd(&counter[1], 1) == int(gridDim.x) - 1) {
+    counter[0] = 0;
+    counter[1] = 0;
   }
 }
 

@@ -1,4 +1,5 @@
-// csrc/mask.cuh and csrc/philox.cuh as host functions for tests/test_index_arithmetic.py.
+// csrc/mask.cuh, csrc/philox.cuh and csrc/hopper/tile_counter.cuh as host functions for tests/test_index_arithmetic.py.
+#include "hopper/tile_counter.cuh"
 #include "mask.cuh"
 #include "philox.cuh"
 
@@ -13,6 +14,14 @@ void mask_range(int which, int q_length, int k_length, int left, int right, int 
                                : mask.queries(first, last);
   range[0] = r.begin;
   range[1] = r.end;
+}
+
+// A fresh set of counters gives these launches, each a stream and whether it is captured, these numbers.
+void tile_counters(int launches, const uint64_t* streams, const uint8_t* captured, int* numbers, int* count) {
+  hopper::TileCounters counters;
+  for (int i = 0; i < launches; ++i)
+    numbers[i] = counters.choose(reinterpret_cast<cudaStream_t>(streams[i]), captured[i]);
+  *count = hopper::TileCounters::kCount;
 }
 
 void philox_words(const uint32_t* key, const uint32_t* counter, uint32_t* words) {

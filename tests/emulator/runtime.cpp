@@ -34,6 +34,11 @@ cudaError_t CUDARTAPI cudaGetLastError(void) { return cudaSuccess; }
 cudaError_t CUDARTAPI cudaPeekAtLastError(void) { return cudaSuccess; }
 cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, enum cudaFuncAttribute, int) { return cudaSuccess; }
 
+cudaError_t CUDARTAPI cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
 cudaError_t CUDARTAPI cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
   memset(data, value, bytes);
   return cudaSuccess;
