@@ -1,0 +1,41 @@
+"""Training under torch.compile(fullgraph=True). One graph also means that nothing in it waits for the host: whatever
+reads a value from the device breaks the graph."""
+
+import pytest
+import torch
+import transformers
+from families import assert_gradients_close, make, tokens
+
+import hf_flash
+
+transformers.logging.set_verbosity_error()
+
+
+def batch(kind, length):
+    lengths = [length // 3, length // 2, length - length // 3 - length // 2]
+    if kind == "padded":
+        mask = (torch.arange(length) < torch.tensor([[length], *([n] for n in lengths)])).long()
+        ids = tokens(4, length)
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = tokens(1, length)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [("llama", "padded"), ("gpt2", "packed")])
+def test_batches_of_changing_lengths_train_in_one_graph_without_compiling_again(name, kind):
+    layers = {"num_hidden_layers": 1, "n_layer": 1}
+    eager, model = (hf_flash.patch_model(make(name, **layers)).train() for _ in range(2))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for step, length in enumerate((12, 31, 17, 40, 9)):
+        given = {**batch(kind, length), "use_cache": False}
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            loss = compiled(**given).loss
+        expected = eager(**given).loss
+        torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+        for each, value in ((model, loss), (eager, expected)):
+            each.zero_grad()
+            value.backward()
+        assert_gradients_close(model, eager)
