@@ -71,7 +71,7 @@ def test_kernels_run_on_the_current_stream(kernel, forced):
 
 
 def test_two_streams_at_once_do_not_share_scratch_memory():
-    """Row 54: each stream has its own tile counter and workspace."""
+    """Row 54: each stream has a tile counter and a workspace of its own."""
     inputs = [[normal(4, 1500, 8, 64, grad=True) for _ in range(3)] for _ in range(2)]
     alone = []
     for x in inputs:
@@ -122,6 +122,28 @@ def test_cuda_graphs_replay_forward_and_backward(kernel, forced, dropout_p):
     else:
         assert all(torch.equal(a, b) for a, b in zip(replays[0], step()))
     assert all(torch.isfinite(x).all() for replay in replays for x in replay)
+
+
+def test_graphs_replayed_beside_other_calls_share_no_tile_counter():
+    """Row 55: two graphs captured on one stream and a call on that stream, all at once, 10 of 10."""
+    q, k, v = (normal(4, 1500, 8, 64) for _ in range(3))
+    expected = hf_flash.flash_attn_func(q, k, v, causal=True)
+    streams, graphs, captured = [torch.cuda.Stream() for _ in range(3)], [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=streams[2]):
+            captured.append(hf_flash.flash_attn_func(q, k, v, causal=True))
+    for _ in range(10):
+        for out in captured:
+            out.zero_()
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            called = hf_flash.flash_attn_func(q, k, v, causal=True)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in (*captured, called))
 
 
 def test_cuda_graphs_replay_decode_with_growing_lengths():
