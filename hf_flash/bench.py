@@ -1,17 +1,14 @@
 """Attention on this machine, against PyTorch's own backends: `python -m hf_flash bench`.
 
-How time is taken: calls too short to hide their launch are recorded into a CUDA graph, several in a row; in every round
-the contenders are replayed once each, in a new random order, between two events; the median over the rounds counts.
-FLOPs are 4 * batch * heads * seq_q * seq_k * head_dim forward, half of that when causal, and 2.5 times that backward.
-benchmarks/attention.py measures more contenders and more cases with the same functions.
+hf_flash/timing.py says how time is taken. FLOPs are 4 * batch * heads * seq_q * seq_k * head_dim forward, half of that
+when causal, and 2.5 times that backward. benchmarks/attention.py measures more contenders and more cases.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import random
+import functools
 import statistics
-import time
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import library
 from .attention import flash_attn_func, flash_attn_varlen_func
+from .timing import Timer, ceilings, side_stream, take_turns
 
 # Largest error against fp32, as a share of the largest value, that still counts as the right result in half precision.
 TOLERANCE = 0.03
@@ -63,28 +61,23 @@ class Case:
 # ---- contenders: q, k, v -> out, all (batch, seq, heads, head_dim), or packed ----------------------------------------
 
 
-def ours(case, kernel="auto"):
+def ours(case, kernel="auto", deterministic=False):
     """hf_flash on kernels of one family; `kernel` is an attribute of what is returned, for its backward pass."""
-    if case.lengths:
-        cu_seqlens = {}
+    options = {"causal": case.causal, "deterministic": deterministic}
+    longest = max(case.lengths, default=0)
 
-        def varlen(q, k, v):
-            if q.device not in cu_seqlens:
-                ends = torch.tensor((0, *case.lengths)).cumsum(0)
-                cu_seqlens[q.device] = ends.to(q.device, torch.int32)
-            cu, longest = cu_seqlens[q.device], max(case.lengths)
-            with library.force_kernel(kernel):
-                return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=case.causal)
+    @functools.cache
+    def offsets(device):
+        return torch.tensor((0, *case.lengths)).cumsum(0).to(device, torch.int32)
 
-        varlen.kernel = kernel
-        return varlen
-
-    def dense(q, k, v):
+    def attend(q, k, v):
         with library.force_kernel(kernel):
-            return flash_attn_func(q, k, v, causal=case.causal)
+            if case.lengths:
+                return flash_attn_varlen_func(q, k, v, *[offsets(q.device)] * 2, longest, longest, **options)
+            return flash_attn_func(q, k, v, **options)
 
-    dense.kernel = kernel
-    return dense
+    attend.kernel = kernel
+    return attend
 
 
 def sdpa(case, *backends):
@@ -172,106 +165,21 @@ def error(case, found, expected):
     return worst
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
+def enter(prepare, judge, device):
+    """One contender's (error, Timer), or (error or reason in words, None) where it is wrong or fails.
 
-
-class Timer:
-    """Times one contender. Must be built, and its call prepared, on the stream it is recorded on."""
-
-    def __init__(self, call, device, target=1e-3):
-        self.device, self.calls, self.call = device, 1, call
-        if device.type == "cpu":
-            return
-        for _ in range(2):
-            call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        self.calls = max(1, min(20, round(target * 1e3 / max(start.elapsed_time(end), 1e-3))))
-        if self.calls == 1:  # long enough to hide its own launch
-            return
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                for _ in range(self.calls):
-                    call()
-            self.call = graph.replay
-            self.call()
-        except RuntimeError:  # not capturable: launches are timed with it
-            torch.cuda.synchronize()
-            self.calls = 1
-
-    def start(self):
-        """Runs once; returns a function that waits and gives the seconds per call."""
-        if self.device.type == "cpu":
-            before = time.perf_counter()
-            self.call()
-            seconds = time.perf_counter() - before
-            return lambda: seconds
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.call()
-        end.record()
-
-        def seconds():
-            end.synchronize()
-            return start.elapsed_time(end) / 1e3 / self.calls
-
-        return seconds
-
-
-def take_turns(timers, rounds, seed=0):
-    """Name -> its seconds per call, one per round; in each round every timer runs once, in random order."""
-    shuffle = random.Random(seed).sample
-    seconds = {name: [] for name in timers}
-    for turn in range(rounds + 1):
-        pending = [(name, timers[name].start()) for name in shuffle(list(timers), len(timers))]
-        for name, wait in pending:
-            elapsed = wait()
-            if turn:  # the first round warms up
-                seconds[name].append(elapsed)
-    return seconds
-
-
-def side_stream(device):
-    """A stream other than the default, on which graphs may be recorded; nothing on the CPU."""
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
-
-
-def measure(case, which, device, found=None, rounds=15):
-    """Seconds per call and error of each contender for one pass of one case.
-
-    which: "forward" or "backward". found: name -> q, k, v -> out (default: `contenders`). Returns two dictionaries,
-    {name: median seconds} and {name: error, or the reason why it did not run}; wrong results are not timed.
+    prepare: gives the call and its first results; judge: the error of those. Call it on the stream to be recorded on.
     """
-    found = contenders(case, device) if found is None else found
-    timers, errors = {}, {}
-    with side_stream(device):
-        q, k, v, grad_out = case.inputs(device)
-        with torch.no_grad():
-            expected = reference(case, q, k, v, grad_out)
-        for name, attend in found.items():
-            try:
-                call, results = _prepare(attend, which, q, k, v, grad_out)
-                right = expected[:1] if which == "forward" else expected[1:]
-                errors[name] = error(case, results, right)
-                if errors[name] <= TOLERANCE:
-                    timers[name] = Timer(call, device)
-            except Exception as reason:  # a contender that cannot run this case drops out, whatever it raised
-                errors[name] = (str(reason).strip() or type(reason).__name__).splitlines()[0][:200]
-        seconds = take_turns(timers, rounds)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return {name: statistics.median(times) for name, times in seconds.items()}, errors
+    try:
+        call, results = prepare()
+        worst = judge(results)
+        return worst, Timer(call, device) if worst <= TOLERANCE else None
+    except Exception as reason:  # a contender that cannot run this case drops out, whatever it raised
+        return (str(reason).strip() or type(reason).__name__).splitlines()[0][:200], None
 
 
-def _prepare(attend, which, q, k, v, grad_out):
+def prepare(attend, which, q, k, v, grad_out):
+    """The call of one pass, "forward" or "backward", and its first results."""
     if which == "forward":
 
         def call():
@@ -289,19 +197,28 @@ def _prepare(attend, which, q, k, v, grad_out):
     return call, call()
 
 
-def ceilings(device, rounds=15):
-    """What this device reaches here and now: {"matmul_tflops": a bf16 8192^3 product, "copy_tb_s": a device copy}."""
-    size, copied = (8192, 1 << 30) if device.type == "cuda" else (512, 1 << 24)
-    with side_stream(device):
-        a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-        source = torch.empty(copied, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        timers = {"matmul": Timer(lambda: a @ b, device), "copy": Timer(lambda: target.copy_(source), device)}
-        medians = {name: statistics.median(times) for name, times in take_turns(timers, rounds).items()}
-    return {
-        "matmul_tflops": round(2 * size**3 / medians["matmul"] / 1e12, 2),
-        "copy_tb_s": round(2 * copied / medians["copy"] / 1e12, 3),
-    }
+def entry(attend, which, case, tensors, expected, device):
+    """`enter` for one pass of one case. tensors: the case's inputs; expected: `reference` of them."""
+    right = expected[:1] if which == "forward" else expected[1:]
+    return enter(lambda: prepare(attend, which, *tensors), lambda found: error(case, found, right), device)
+
+
+def measure(case, which, device, found=None, rounds=15):
+    """Seconds per call and error of each contender for one pass of one case.
+
+    which: "forward" or "backward". found: name -> q, k, v -> out (default: `contenders`). Returns two dictionaries,
+    {name: median seconds} and {name: error, or the reason why it did not run}; wrong results are not timed.
+    """
+    found = contenders(case, device) if found is None else found
+    with side_stream(device), torch.no_grad():
+        tensors = case.inputs(device)
+        expected = reference(case, *tensors)
+        with torch.enable_grad():
+            entries = {name: entry(attend, which, case, tensors, expected, device) for name, attend in found.items()}
+        seconds = take_turns({name: timer for name, (_, timer) in entries.items() if timer}, rounds)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return {name: statistics.median(times) for name, times in seconds.items()}, {n: e for n, (e, _) in entries.items()}
 
 
 # ---- python -m hf_flash bench ----------------------------------------------------------------------------------------

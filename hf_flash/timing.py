@@ -1,0 +1,96 @@
+"""How long a call takes on this device, beside others: CUDA graphs, turns in random order, medians.
+
+Calls too short to hide their launch are recorded into a CUDA graph, several in a row; in every round the contenders are
+replayed once each, in a new random order, between two events; the median over the rounds counts.
+"""
+
+import contextlib
+import random
+import statistics
+import time
+
+import torch
+
+
+class Timer:
+    """Times one contender. Must be built, and its call prepared, on the stream it is recorded on."""
+
+    def __init__(self, call, device, target=1e-3):
+        self.device, self.calls, self.call = device, 1, call
+        if device.type == "cpu":
+            return
+        for _ in range(2):
+            call()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        self.calls = max(1, min(20, round(target * 1e3 / max(start.elapsed_time(end), 1e-3))))
+        if self.calls == 1:  # long enough to hide its own launch
+            return
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                for _ in range(self.calls):
+                    call()
+            self.call = graph.replay
+            self.call()
+        except RuntimeError:  # not capturable: launches are timed with it
+            torch.cuda.synchronize()
+            self.calls = 1
+
+    def start(self):
+        """Runs once; returns a function that waits and gives the seconds per call."""
+        if self.device.type == "cpu":
+            before = time.perf_counter()
+            self.call()
+            seconds = time.perf_counter() - before
+            return lambda: seconds
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.call()
+        end.record()
+
+        def seconds():
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / self.calls
+
+        return seconds
+
+
+def take_turns(timers, rounds, seed=0):
+    """Name -> its seconds per call, one per round; in each round every timer runs once, in random order."""
+    shuffle = random.Random(seed).sample
+    seconds = {name: [] for name in timers}
+    for turn in range(rounds + 1):
+        pending = [(name, timers[name].start()) for name in shuffle(list(timers), len(timers))]
+        for name, wait in pending:
+            elapsed = wait()
+            if turn:  # the first round warms up
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def side_stream(device):
+    """A stream other than the default, on which graphs may be recorded; nothing on the CPU."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
+def ceilings(device, rounds=15):
+    """What this device reaches here and now: {"matmul_tflops": a bf16 8192^3 product, "copy_tb_s": a device copy}."""
+    size, copied = (8192, 1 << 30) if device.type == "cuda" else (512, 1 << 24)
+    with side_stream(device):
+        a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        source = torch.empty(copied, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        timers = {"matmul": Timer(lambda: a @ b, device), "copy": Timer(lambda: target.copy_(source), device)}
+        medians = {name: statistics.median(times) for name, times in take_turns(timers, rounds).items()}
+    return {
+        "matmul_tflops": round(2 * size**3 / medians["matmul"] / 1e12, 2),
+        "copy_tb_s": round(2 * copied / medians["copy"] / 1e12, 3),
+    }

@@ -1,0 +1,155 @@
+"""The benchmarks: FLOPs, contenders that are right before they are timed, turns, and processes that crash."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import attention as attention_benchmark  # noqa: E402
+import contenders  # noqa: E402
+import record  # noqa: E402
+
+from hf_flash import bench, timing  # noqa: E402
+
+
+def test_flops_are_counted_as_the_papers_do():
+    case = bench.Case(64, 1024, 2, 4)
+    assert case.flops("forward") == 4 * 2 * 4 * 1024**2 * 64
+    assert bench.Case(64, 1024, 2, 4, causal=True).flops("backward") == 2.5 * case.flops("forward") / 2
+    assert bench.Case(64, 3, 1, 1, lengths=(1, 2, 3)).flops("forward") == 4 * 14 * 64
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("lengths, kv_heads", [((), 2), ((), 1), ((9, 1, 20), 2)])
+def test_every_contender_is_checked_and_timed(which, lengths, kv_heads):
+    case = bench.Case(16, 30, 2, 2, kv_heads, causal=True, dtype=torch.float32, lengths=lengths)
+    seconds, errors = bench.measure(case, which, torch.device("cpu"), rounds=2)
+    assert "hf_flash" in seconds and all(time > 0 for time in seconds.values())
+    assert all(error < 1e-4 for error in errors.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_on_a_gpu_every_contender_is_replayed_from_a_graph(which):
+    device = torch.device("cuda")
+    case = bench.Case(64, 512, 2, 4, causal=True)
+    with timing.side_stream(device):
+        *inputs, grad_out = case.inputs(device)
+        call, _ = bench.prepare(bench.ours(case), which, *inputs, grad_out)
+        timer = timing.Timer(call, device)
+        assert timer.calls > 1 and 1e-7 < timer.start()() < 1e-2
+    seconds, errors = bench.measure(case, which, device, rounds=3)
+    assert {"hf_flash", "fa2"} <= set(seconds) and errors["hf_flash"] <= bench.TOLERANCE
+    assert timing.ceilings(device, 3)["matmul_tflops"] > 10
+
+
+def test_a_wrong_or_failing_contender_is_not_timed():
+    case = bench.Case(16, 30, 2, 2, dtype=torch.float32)
+
+    def broken(q, k, v):
+        raise RuntimeError("no kernel\nfor this")
+
+    found = {"wrong": lambda q, k, v: q + 1, "nan": lambda q, k, v: q * float("nan"), "broken": broken}
+    seconds, errors = bench.measure(case, "forward", torch.device("cpu"), found, rounds=1)
+    assert not seconds and errors["broken"] == "no kernel" and errors["wrong"] > bench.TOLERANCE
+    bad, _ = attention_benchmark.complaints(errors)
+    assert set(bad) == set(found)
+
+
+def test_contenders_take_turns_in_random_order():
+    order = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def start(self):
+            order.append(self.name)
+            return lambda: 1.0
+
+    seconds = timing.take_turns({name: Fake(name) for name in "abcd"}, rounds=8)
+    assert {len(times) for times in seconds.values()} == {8}
+    rounds = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
+    assert all(sorted(r) == list("abcd") for r in rounds) and len(set(rounds)) > 3
+
+
+def test_a_contender_whose_process_crashes_loses_its_own_figures_alone(monkeypatch):
+    """For the next case it is started again."""
+    monkeypatch.setattr(contenders.Isolated, "method", "fork")  # quicker, and here is no CUDA
+    device, case = torch.device("cpu"), bench.Case(16, 30, 2, 2, dtype=torch.float32)
+    entrants = {"hf_flash": contenders.Contender("hf_flash", device), "sdpa": contenders.Isolated("sdpa", device)}
+    peer, start, turns = entrants["sdpa"], entrants["sdpa"].start, []
+
+    def crash_in_the_second_turn():
+        turns.append(1)
+        if len(turns) == 2:
+            peer.process.kill()
+        return start()
+
+    try:
+        peer.start = crash_in_the_second_turn
+        seconds, errors = attention_benchmark.measure(entrants, "forward", case, rounds=3)
+        assert set(seconds) == {"hf_flash"} and "crashed" in errors["sdpa"]
+        peer.start = start
+        seconds, errors = attention_benchmark.measure(entrants, "forward", case, rounds=2)
+        assert set(seconds) == {"hf_flash", "sdpa"} and max(errors.values()) < 1e-4
+    finally:
+        peer.close()
+
+
+def test_a_contender_without_its_package_is_named_and_left_out(capsys):
+    assert not attention_benchmark.enlist(["fa4"], torch.device("cpu"), isolate=False)
+    assert "fa4 is left out: flash_attn.cute: No module" in capsys.readouterr().err
+
+
+def test_the_attention_benchmark_runs_small_on_the_cpu(tmp_path):
+    arguments = "--grid all --head-dims 16 --seqs 32,64 --tokens 64 --rounds 1 --dtype float32 --device cpu --output"
+    assert attention_benchmark.main([*arguments.split(), str(tmp_path)]) == 0
+    kept = record.load(tmp_path / "cpu.json")
+    assert len(kept["decode"]) == len(
+        {(r["batch"], r["cached"], *map(r.get, ("heads", "kv_heads", "head_dim"))) for r in kept["decode"]}
+    )
+    assert {row["pass"] for row in kept["attention"]} == {"forward", "backward"}
+    assert any(row.get("varlen") for row in kept["attention"]) and not any("errors" in row for row in kept["attention"])
+    assert json.loads(json.dumps(kept)) == kept
+
+
+def test_the_models_benchmark_runs_small_on_the_cpu(tmp_path):
+    import models
+
+    arguments = "--rows bert,llama-1b/packed,llama-1b/generate --turns 1 --steps 1 --new-tokens 2 --device cpu"
+    assert models.main([*arguments.split(), "--modes", "hf_flash,sdpa", "--output", str(tmp_path)]) == 0
+    kept = record.load(tmp_path / "cpu.json")["models"]
+    assert all(set(row["tokens_per_s"]) == {"hf_flash", "sdpa"} for row in kept)
+    assert any("step_ms" in row for row in kept)
+    assert models.main(["--longest", "--modes", "hf_flash,eager", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert record.load(tmp_path / "cpu.json")["models"][-1]["longest"] == {"hf_flash": 128, "eager": 128}
+    arguments = "--rows codegen --losses 2 --modes hf_flash,sdpa --device cpu --output"
+    assert models.main([*arguments.split(), str(tmp_path)]) == 0
+    losses = record.load(tmp_path / "cpu.json")["models"][-1]["losses"]
+    assert losses["hf_flash"] == pytest.approx(losses["sdpa"], abs=0.02)
+
+
+def test_modes_are_put_beside_their_like():
+    import models
+
+    results = {mode: [{"tokens_per_s": 1.0}] for mode in ("hf_flash", "sdpa", "hf_flash+compile", "hf_flash+graphs")}
+    results["sdpa+static"] = [{"tokens_per_s": 2.0}, {"tokens_per_s": 4.0}]
+    plain, compiled, captured = models.record_rows(models.ROWS[0], results, {"eager": "out of memory"}, {})
+    assert "with" not in plain and set(plain["tokens_per_s"]) == {"hf_flash", "sdpa"} and "eager" in plain["errors"]
+    assert compiled["with"] == "compile" and set(compiled["tokens_per_s"]) == {"hf_flash"}
+    assert captured["with"] == "captured step" and captured["tokens_per_s"] == {"hf_flash": 1.0, "sdpa": 3.0}
+
+
+def test_what_runs_out_of_time_is_noted_and_the_rest_goes_on():
+    import models
+
+    with pytest.raises(models.OutOfTime), models.time_limit(0.05):
+        while True:
+            pass
+    with models.time_limit(5):
+        pass
