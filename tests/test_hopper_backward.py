@@ -117,6 +117,8 @@ CASES = {
     "causal, more queries than keys": dict(q=(201,), k=(97,), packed=False, causal=True),
     "full, grouped heads": dict(q=(129,), k=(258,), packed=False, heads=4, kv_heads=2),
     "window": dict(q=(260,), k=(220,), packed=False, window_size=(70, 5)),
+    "dropout": dict(q=(97,), k=(150,), packed=False, dropout_p=0.2),
+    "alibi": dict(q=(120,), k=(90,), packed=False, causal=True, alibi=True),
     "packed": dict(q=(100, 0, 1, 130), k=(65, 30, 0, 130), heads=2, kv_heads=1, causal=True),
     "packed, everything": dict(q=(70, 140), k=(140, 70), window_size=(90, -1), softcap=5.0, dropout_p=0.3, alibi=True),
 }

@@ -20,7 +20,7 @@ template <class Element_, int kHeadDim_, int kQueries_, int kPanelWidth_, Scores
   static constexpr Scores kScores = kScores_;
   static constexpr bool kGeneral = kScores == Scores::kGeneral;
   static constexpr int kStatisticsRows = kQueries, kDqFloats = kHeadDim;   // BackwardWorkspace
-  static constexpr int kThreads = 384;             // loads and dq's reductions | keys 0 to 63 | keys 64 to 127
+  static constexpr int kThreads = 384;             // loads, statistics, dq's sums | keys 0 to 63 | keys 64 to 127
 
   // The launch allots 168 registers a thread, 504 for three; the sum may not be exceeded (32 + 2 * 240 hangs).
   static constexpr bool kTight = kHeadDim + kQueries >= (kGeneral ? 192 : 208);
@@ -39,7 +39,7 @@ template <class Config> struct BackwardShared {
   Element q[2][kPanels][kQueries][kPanelWidth], grad_out[2][kPanels][kQueries][kPanelWidth];
   Element ds[2][2][kQueries][64];           // [stage][warpgroup]: a second stage is worth 2 to 5 %
   float dq[kQueries * Config::kHeadDim];
-  float lse[2][128], delta[2][128];
+  float4 lse[2][32], delta[2][32];          // [stage]: a float4 for each lane of the warp that brings them
   int batch, first_head;                    // of BackwardWork: here they cost the consumers no registers
   uint64_t kv_arrived, q_arrived[2], q_released[2], grad_out_arrived[2], grad_out_released[2];
 };
@@ -64,8 +64,10 @@ struct BackwardWork {
   int64_t statistics_tile;                  // number of the first head's first tile; heads are queries.tiles apart
 };
 
-// Named barriers. dq_free and dq_full: one per consumer warpgroup, shared with the warp that adds its part of dq.
-enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4 };
+// Named barriers. dq_free and dq_full: one per consumer warpgroup, shared with the warp that adds its part of dq. tile:
+// consumers and the warp that brings row statistics meet here before the first tile and once in each.
+enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4, kTileBarrier = 6 };
+constexpr int kTileThreads = 288;
 
 template <class Config>
 HF_DEVICE void load_keys(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
@@ -84,24 +86,42 @@ HF_DEVICE void load_queries(const BackwardArguments& a, const BackwardWork& w, B
   int stage = 0, phase = 0;
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
-    const int64_t statistics = (w.statistics_tile + int64_t(head) * a.queries.tiles) * kQueries;
     HF_NO_UNROLL
     for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
       const int row = w.q_rows.row + tile * kQueries;
       mbarrier_wait(&s.q_released[stage], phase ^ 1);
-      mbarrier_expect_bytes(&s.q_arrived[stage], T::bytes(kQueries) + 4 * kQueries);
+      mbarrier_expect_bytes(&s.q_arrived[stage], T::bytes(kQueries));
       T::template load<kQueries>(s.q[stage], &a.q, &s.q_arrived[stage], a.copies, row, w.first_head + head,
                                  w.q_rows.outer);
-      bulk_load(s.lse[stage], a.workspace.lse_log2 + statistics + tile * kQueries, 4 * kQueries, &s.q_arrived[stage]);
       mbarrier_wait(&s.grad_out_released[stage], phase ^ 1);
-      mbarrier_expect_bytes(&s.grad_out_arrived[stage], T::bytes(kQueries) + 4 * kQueries);
+      mbarrier_expect_bytes(&s.grad_out_arrived[stage], T::bytes(kQueries));
       T::template load<kQueries>(s.grad_out[stage], &a.grad_out, &s.grad_out_arrived[stage], a.copies, row,
                                  w.first_head + head, w.q_rows.outer);
-      bulk_load(s.delta[stage], a.workspace.delta + statistics + tile * kQueries, 4 * kQueries,
-                &s.grad_out_arrived[stage]);
       if (++stage == 2) stage = 0, phase ^= 1;
     }
   }
+}
+
+// One warp brings LSE and delta, by plain loads and stores: racecheck takes reads of what bulk copies bring for races.
+// Those of a tile come under the work on the one before, where the stage has been read.
+template <class Config>
+HF_DEVICE void bring_statistics(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
+  const int lane = threadIdx.x % 32;
+  int stage = 0;
+  HF_NO_UNROLL
+  for (int head = 0; head < w.group; ++head) {
+    HF_NO_UNROLL
+    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
+      const int64_t index = w.statistics_tile + int64_t(head) * a.queries.tiles + tile;
+      if (lane < Config::kQueries / 4) {
+        s.lse[stage][lane] = reinterpret_cast<const float4*>(a.workspace.lse_log2 + index * Config::kQueries)[lane];
+        s.delta[stage][lane] = reinterpret_cast<const float4*>(a.workspace.delta + index * Config::kQueries)[lane];
+      }
+      stage ^= 1;
+      barrier_sync(kTileBarrier, kTileThreads);
+    }
+  }
+  barrier_arrive(kTileBarrier, kTileThreads);
 }
 
 // One warp adds the part of dq that one consumer warpgroup computes to the fp32 buffer. Deterministic: key tiles in
@@ -165,6 +185,7 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
     HF_UNROLL
     for (int r = 0; r < 2; ++r)
       unseen[r] = first_query_that_sees(key + 8 * r, mask.k_length, mask.diagonal, mask.right) - 2 * (lane % 4);
+  barrier_sync(kTileBarrier, kTileThreads);
   mbarrier_wait(&s.kv_arrived, 0);
   int stage = 0, phase = 0;
   HF_NO_UNROLL
@@ -189,17 +210,18 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
       wgmma_commit();
       const int query = tile * kQueries + 2 * (lane % 4);
       uint32_t dropped = 0;
-      const ScoreTransform transform{a.scores, a.p, mask.k_length, mask.diagonal, s.batch, s.first_head + head};
-      if constexpr (Config::kGeneral) dropped = transform.template dropped<true>(query, key);
+      const ScoreTransform<Element, true> transform{
+          a.scores, a.p, mask.k_length, mask.diagonal, s.batch, s.first_head + head, query, key};
+      if constexpr (Config::kGeneral) dropped = transform.dropped();
       wgmma_wait<1>();
       pin(scores);
 
       uint32_t p_packed[kQueries / 4], ds_packed[kQueries / 4];
-      const float* const lse = s.lse[stage] + 2 * (lane % 4);
-      const float* const delta = s.delta[stage] + 2 * (lane % 4);
+      const float* const lse = &s.lse[stage][0].x + 2 * (lane % 4);
+      const float* const delta = &s.delta[stage][0].x + 2 * (lane % 4);
       if constexpr (Config::kGeneral) {
-        transform.template weigh<Element, true, 0>(scores, p_packed, dropped, query, key,
-                                                   [&](int i) { return lse[i]; });
+        transform.template weigh<0>(scores, p_packed, dropped,
+                                    [&](int c) { return *reinterpret_cast<const float2*>(lse + c); });
       } else {
         // Masking every tile measures faster than separate loops with and without masks, and than no masks at all.
         HF_UNROLL
@@ -261,7 +283,7 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
                                            T::template mn_major<kQueries>(s.grad_out[stage]) + T::row_step(k), 1);
       wgmma_commit();
       fence_async_shared();
-      barrier_sync(kConsumersBarrier, 256);       // both halves of dS are there
+      barrier_sync(kTileBarrier, kTileThreads);   // both halves of dS are there, and the next statistics
 
       float dq[4 * Split::kVectors];
       const auto ds_rows = [&](int first, int k) {
@@ -372,6 +394,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
     registers_shrink<Config::kProducerRegisters>();
     if (threadIdx.x == 0) load_queries<Config>(a, w, s);
     if (warp == 1 || warp == 2) add_dq<Config>(a, w, s, warp - 1);
+    if (warp == 3) bring_statistics<Config>(a, w, s);
   }
 }
 

@@ -24,13 +24,15 @@ template <class Config> struct DkvShared {
   static constexpr int kPanels = Config::OperandTile::kPanels;
   Element k[kPanels][64][64], v[kPanels][64][64], q[2][kPanels][64][64], grad_out[2][kPanels][64][64];
   uint4 p[2][4][128];              // [stage][fragment][thread]
-  float lse[2][64], delta[2][64];
+  float2 row_values[2][2][32];     // [LSE, delta][stage]: a float2 for each lane of the warp that brings them
   DkvWork work;
   uint64_t k_arrived, v_arrived, q_arrived[2], q_released[2], grad_out_arrived[2], grad_out_released[2];
 };
 
-// Named barriers: one per stage of p, and one per warpgroup for its epilogue.
+// Named barriers: one per warpgroup, before its first tile (with the warp that brings its row statistics) and for its
+// epilogue; two per stage of p, where that warp waits with the warpgroup that waits.
 enum { kScoresBarrier = 1, kGradientsBarrier = 2, kProbabilitiesFull = 8, kProbabilitiesFree = 10 };
+constexpr int kHandOverThreads = 288;
 
 // Releases a stage on behalf of one warp: each has read its own part of the stage by plain loads too.
 HF_DEVICE void arrive_of_warp(uint64_t* barrier) {
@@ -46,7 +48,7 @@ template <class Config> HF_DEVICE void load_dkv_keys(const WideArguments& a, Dkv
   T::template load<64>(which ? static_cast<void*>(s.v) : s.k, which ? &a.v : &a.k, arrived, a.copies,
                        w.k_rows.row + w.first_key, w.kv_head, w.k_rows.outer);
 }
-// One thread brings q and the LSE (which = 0), another grad_out and delta (1).
+// One thread brings q (which = 0), another grad_out (1).
 template <class Config>
 HF_DEVICE void load_dkv_queries(const WideArguments& a, DkvShared<Config>& s, int which) {
   const DkvWork& w = s.work;
@@ -55,22 +57,38 @@ HF_DEVICE void load_dkv_queries(const WideArguments& a, DkvShared<Config>& s, in
   uint64_t* const released = which ? s.grad_out_released : s.q_released;
   const CUtensorMap* const map = which ? &a.grad_out : &a.q;
   char* const tiles = reinterpret_cast<char*>(which ? s.grad_out : s.q);
-  float* const row_values = which ? s.delta[0] : s.lse[0];
   int stage = 0, phase = 0;
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
-    const float* source = (which ? a.workspace.delta : a.workspace.lse_log2) + w.statistics +
-                          int64_t(head) * a.queries.tiles * Config::kDqRows + w.first_tile * 64;
     HF_NO_UNROLL
-    for (int tile = w.first_tile; tile < w.last_tile; ++tile, source += 64) {
+    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
       mbarrier_wait(&released[stage], phase ^ 1);
-      mbarrier_expect_bytes(&arrived[stage], T::bytes(64) + 256);
+      mbarrier_expect_bytes(&arrived[stage], T::bytes(64));
       T::template load<64>(tiles + stage * T::bytes(64), map, &arrived[stage], a.copies, w.q_rows.row + tile * 64,
                            w.first_head + head, w.q_rows.outer);
-      bulk_load(row_values + stage * 64, source, 256, &arrived[stage]);
       if (++stage == 2) stage = 0, phase ^= 1;
     }
   }
+}
+// One warp brings the LSE (which = 0), another delta (1), as bring_statistics does in the one-pass kernel.
+template <class Config>
+HF_DEVICE void bring_row_values(const WideArguments& a, DkvShared<Config>& s, int which) {
+  const DkvWork& w = s.work;
+  const int lane = threadIdx.x % 32, hand_over = which ? kProbabilitiesFull : kProbabilitiesFree;
+  int stage = 0, barrier = which ? kGradientsBarrier : kScoresBarrier, threads = 160;
+  HF_NO_UNROLL
+  for (int head = 0; head < w.group; ++head) {
+    const float* const source = (which ? a.workspace.delta : a.workspace.lse_log2) + w.statistics +
+                                int64_t(head) * a.queries.tiles * Config::kDqRows;
+    HF_NO_UNROLL
+    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
+      s.row_values[which][stage][lane] = reinterpret_cast<const float2*>(source + tile * 64)[lane];
+      barrier_sync(barrier, threads);
+      barrier = hand_over + stage, threads = kHandOverThreads;
+      stage ^= 1;
+    }
+  }
+  barrier_arrive(barrier, threads);
 }
 
 // The loops below issue the last product of a step before the first of the next: the stage that it frees is then
@@ -105,12 +123,10 @@ HF_DEVICE void accumulate_dv(const WideArguments& a, DkvShared<Config>& s) {
     add_product<Config>(dv, p_packed, T::template mn_major<64>(s.grad_out[stage]));
   };
   const auto general_weights = [&](float (&scores)[32], int stage) {
-    const ScoreTransform transform{a.scores, a.p, w.k_length, w.diagonal, w.batch, head};
-    const int query = tile * 64 + 2 * (lane % 4);
-    const float* const lse = s.lse[stage] + 2 * (lane % 4);
-    const uint32_t dropped = transform.template dropped<true>(query, key);
-    transform.template weigh<Element, true, Config::kExponent>(scores, p_packed, dropped, query, key,
-                                                               [&](int i) { return lse[i]; });
+    const ScoreTransform<Element, true> transform{
+        a.scores, a.p, w.k_length, w.diagonal, w.batch, head, tile * 64 + 2 * (lane % 4), key};
+    transform.template weigh<Config::kExponent>(scores, p_packed, transform.dropped(),
+                                                [&](int c) { return s.row_values[0][stage][c / 2 + lane % 4]; });
   };
   const auto plain_weights = [&](float (&scores)[32], int stage) {
     HF_UNROLL
@@ -124,7 +140,7 @@ HF_DEVICE void accumulate_dv(const WideArguments& a, DkvShared<Config>& s) {
     }
     HF_UNROLL
     for (int i = 0; i < 8; ++i) {
-      const float2 l = *reinterpret_cast<const float2*>(&s.lse[stage][8 * i + 2 * (lane % 4)]);
+      const float2 l = s.row_values[0][stage][4 * i + lane % 4];
       HF_UNROLL
       for (int e = 0; e < 4; ++e)
         scores[4 * i + e] = ex2(fmaf(scores[4 * i + e], a.scores.scale_log2, Config::kExponent - (e & 1 ? l.y : l.x)));
@@ -139,16 +155,17 @@ HF_DEVICE void accumulate_dv(const WideArguments& a, DkvShared<Config>& s) {
     if constexpr (!Config::kGeneral)
       HF_UNROLL
       for (int i = 0; i < 16; ++i) p_packed[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
-    barrier_sync(kProbabilitiesFree + stage, 256);
+    barrier_sync(kProbabilitiesFree + stage, kHandOverThreads);
     HF_UNROLL
     for (int i = 0; i < 4; ++i) {
       const float* const x = scores + 8 * i;
       s.p[stage][i][thread] = make_uint4(pack<fp16>(x[0], x[1]), pack<fp16>(x[2], x[3]), pack<fp16>(x[4], x[5]),
                                          pack<fp16>(x[6], x[7]));
     }
-    barrier_arrive(kProbabilitiesFull + stage, 256);
+    barrier_arrive(kProbabilitiesFull + stage, kHandOverThreads);
   };
 
+  barrier_sync(kScoresBarrier, 160);
   mbarrier_wait(&s.k_arrived, 0);
   if (steps > 0) {
     {
@@ -210,17 +227,17 @@ template <class Config> HF_DEVICE void accumulate_dk(const WideArguments& a, Dkv
     add_product<Config>(dk, ds_packed, T::template mn_major<64>(s.q[stage]));
   };
   const auto take_over = [&](float (&dp)[32], int stage) {
-    const float* const delta = s.delta[stage] + 2 * (lane % 4);
-    if constexpr (!Config::kGeneral) {
-      HF_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        const float2 d = *reinterpret_cast<const float2*>(delta + 8 * i);
+    float2 delta[8];
+    HF_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      delta[i] = s.row_values[1][stage][4 * i + lane % 4];
+      if (!Config::kGeneral)
         HF_UNROLL
-        for (int e = 0; e < 4; ++e) dp[4 * i + e] = fmaf(dp[4 * i + e], kUnit, (e & 1 ? d.y : d.x) * -kUnit);
-      }
-      arrive_of_warp(&s.grad_out_released[stage]);
+        for (int e = 0; e < 4; ++e)
+          dp[4 * i + e] = fmaf(dp[4 * i + e], kUnit, (e & 1 ? delta[i].y : delta[i].x) * -kUnit);
     }
-    barrier_sync(kProbabilitiesFull + stage, 256);
+    arrive_of_warp(&s.grad_out_released[stage]);
+    barrier_sync(kProbabilitiesFull + stage, kHandOverThreads);
     HF_UNROLL
     for (int i = 0; i < 4; ++i) {
       const uint4 packed = s.p[stage][i][thread];
@@ -230,7 +247,7 @@ template <class Config> HF_DEVICE void accumulate_dk(const WideArguments& a, Dkv
         const float2 weight = unpack<fp16>(words[j]);
         float* const x = dp + 8 * i + 2 * j;
         if constexpr (Config::kGeneral) {
-          const float2 d = *reinterpret_cast<const float2*>(delta + 8 * (2 * i + j / 2));
+          const float2 d = delta[2 * i + j / 2];
           x[0] = score_gradient(weight.x, x[0] * a.scores.keep_scale, d.x) * kUnit;
           x[1] = score_gradient(weight.y, x[1] * a.scores.keep_scale, d.y) * kUnit;
         } else {
@@ -240,12 +257,12 @@ template <class Config> HF_DEVICE void accumulate_dk(const WideArguments& a, Dkv
         ds_packed[4 * i + j] = pack<Element>(x[0], x[1]);
       }
     }
-    barrier_arrive(kProbabilitiesFree + stage, 256);
-    if constexpr (Config::kGeneral) arrive_of_warp(&s.grad_out_released[stage]);
+    barrier_arrive(kProbabilitiesFree + stage, kHandOverThreads);
   };
 
-  barrier_arrive(kProbabilitiesFree, 256);
-  barrier_arrive(kProbabilitiesFree + 1, 256);
+  barrier_arrive(kProbabilitiesFree, kHandOverThreads);
+  barrier_arrive(kProbabilitiesFree + 1, kHandOverThreads);
+  barrier_sync(kGradientsBarrier, 160);
   mbarrier_wait(&s.v_arrived, 0);
   if (steps > 0) {
     {
@@ -324,6 +341,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dkv_kernel(const
   if (warpgroup == 0) {
     registers_shrink<Config::kProducerRegisters>();
     if (threadIdx.x == 0 || threadIdx.x == 32) load_dkv_queries<Config>(a, s, threadIdx.x / 32);
+    if (threadIdx.x >= 64) bring_row_values<Config>(a, s, uniform(threadIdx.x / 32) - 2);
   } else if (warpgroup == 1) {
     registers_grow<Config::kConsumerRegisters>();
     accumulate_dv<Config>(a, s);

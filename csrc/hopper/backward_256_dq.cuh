@@ -39,24 +39,22 @@ HF_DEVICE void zero_rows(const Tensor& t, const Sequence& sequence, int head, in
 template <class Config> HF_DEVICE void load_dq_operands(const WideArguments& a, DqShared<Config>& s) {
   const DqWork& w = s.work;
   using T = typename Config::OperandTile;
-  const auto load_queries = [&](void* tile, const CUtensorMap* map, float* values, const float* source,
-                                uint64_t* arrived, int warpgroup) {
+  const auto load_queries = [&](void* tile, const CUtensorMap* map, uint64_t* arrived, int warpgroup) {
     const int row = w.first_query + warpgroup * 64;
     if (row >= w.k_length - w.diagonal)   // no queries: whatever the tile holds, their dq is not stored
       return mbarrier_arrive(arrived);
-    mbarrier_expect_bytes(arrived, T::bytes(64) + 256);
+    mbarrier_expect_bytes(arrived, T::bytes(64));
     T::template load<64>(tile, map, arrived, a.copies, w.q_rows.row + row, w.head, w.q_rows.outer);
-    bulk_load(values + warpgroup * 64, source + w.statistics + warpgroup * 64, 256, arrived);
   };
   const auto load_keys = [&](void* tile, const CUtensorMap* map, uint64_t* arrived, int key_tile) {
     mbarrier_expect_bytes(arrived, T::bytes(64));
     T::template load<64>(tile, map, arrived, a.copies, w.k_rows.row + key_tile * 64, w.kv_head, w.k_rows.outer);
   };
-  load_queries(s.q[0], &a.q, s.lse, a.workspace.lse_log2, &s.q_arrived[0], 0);
+  load_queries(s.q[0], &a.q, &s.q_arrived[0], 0);
   load_keys(s.k[0], &a.k, &s.k_arrived[0], w.last_tile - 1);
-  load_queries(s.q[1], &a.q, s.lse, a.workspace.lse_log2, &s.q_arrived[1], 1);
-  load_queries(s.grad_out[0], &a.grad_out, s.delta, a.workspace.delta, &s.grad_out_arrived[0], 0);
-  load_queries(s.grad_out[1], &a.grad_out, s.delta, a.workspace.delta, &s.grad_out_arrived[1], 1);
+  load_queries(s.q[1], &a.q, &s.q_arrived[1], 1);
+  load_queries(s.grad_out[0], &a.grad_out, &s.grad_out_arrived[0], 0);
+  load_queries(s.grad_out[1], &a.grad_out, &s.grad_out_arrived[1], 1);
   int stage = 1, phase = 0, v_phase = 1;
   HF_NO_UNROLL
   for (int tile = w.last_tile - 1; tile >= w.first_tile; --tile) {
@@ -108,12 +106,12 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
                      : w.k_length) - 2 * (lane % 4);
   const auto weigh = [&](float (&scores)[32], int tile) {
     if constexpr (Config::kGeneral) {
-      const ScoreTransform transform{a.scores, a.p, w.k_length, w.diagonal, w.batch, w.head};
-      const int inside = opaque(thread), column = tile * 64 + 2 * (inside % 4);
-      const int row = w.first_query + warpgroup * 64 + inside / 32 * 16 + inside % 32 / 4;
+      const int inside = opaque(thread), row = w.first_query + warpgroup * 64 + inside / 32 * 16 + inside % 32 / 4;
+      const ScoreTransform<Element, false> transform{
+          a.scores, a.p, w.k_length, w.diagonal, w.batch, w.head, row, tile * 64 + 2 * (inside % 4)};
       uint32_t unused[16];
-      transform.template weigh<Element, false, 0>(scores, unused, transform.template dropped<false>(row, column), row,
-                                                  column, lse_of);
+      transform.template weigh<0>(scores, unused, transform.dropped(),
+                                  [&](int) { return make_float2(lse_of(0), lse_of(8)); });
     } else {
       HF_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -171,6 +169,11 @@ HF_DEVICE void accumulate_dq(const WideArguments& a, DqShared<Config>& s, const 
     differentiate(scores, dp);
   };
 
+  if (thread < 64) {               // by plain loads and stores, as in the other passes
+    s.lse[warpgroup * 64 + thread] = a.workspace.lse_log2[w.statistics + warpgroup * 64 + thread];
+    s.delta[warpgroup * 64 + thread] = a.workspace.delta[w.statistics + warpgroup * 64 + thread];
+  }
+  barrier_sync(1 + warpgroup, 128);
   mbarrier_wait(&s.q_arrived[warpgroup], 0);
   multiply_tile(tiles.end - 1, -1);
   HF_NO_UNROLL

@@ -57,14 +57,8 @@ HF_DEVICE void tma_store_5d(const CUtensorMap* map, const void* source, int c0, 
       "r"(shared_address(source)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// Contiguous bytes; addresses and size are multiples of 16.
-HF_DEVICE void bulk_load(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(destination)),
-               "l"(source), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
-// destination[i] += source[i] for fp32 in global memory, in no particular order.
+// destination[i] += source[i] for contiguous fp32 in global memory, in no particular order; addresses and size are
+// multiples of 16 bytes.
 HF_DEVICE void bulk_reduce_add(float* destination, const void* source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
                "r"(shared_address(source)), "r"(bytes)

@@ -245,12 +245,6 @@ static void check_bulk(const void* shared, const void* global, uint32_t bytes) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16) fail("bulk copy of %u bytes at %p", bytes, global);
 }
 
-void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-  check_bulk(shared, global, bytes);
-  memset(shared, 0xff, bytes);
-  load(barrier, [=] { memcpy(shared, global, bytes); return int(bytes); });
-}
-
 void bulk_reduce_add(float* global, const void* shared, uint32_t bytes) {
   check_bulk(shared, global, bytes);
   store([=] {

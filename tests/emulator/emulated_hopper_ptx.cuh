@@ -40,10 +40,7 @@ inline void tma_store_5d(const CUtensorMap* map, const void* shared, int c0, int
   hf_emulator::tma_store(map, shared, {c0, c1, c2, c3, c4});
 }
 
-// One-dimensional bulk copies and the groups of bulk stores.
-inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-  hf_emulator::bulk_load(shared, global, bytes, barrier);
-}
+// Bulk reductions and the groups of bulk stores.
 inline void bulk_reduce_add(float* global, const void* shared, uint32_t bytes) {
   hf_emulator::bulk_reduce_add(global, shared, bytes);
 }

@@ -74,7 +74,6 @@ void mbarrier_wait(uint64_t* barrier, uint32_t parity);
 void tma_load(void* shared, const CUtensorMap* map, uint64_t* barrier, std::initializer_list<int> coordinates);
 void tma_store(const CUtensorMap* map, const void* shared, std::initializer_list<int> coordinates);
 void tma_reduce_add(const CUtensorMap* map, const void* shared, std::initializer_list<int> coordinates);
-void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
 void bulk_reduce_add(float* global, const void* shared, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(int pending);
