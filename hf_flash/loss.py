@@ -127,8 +127,8 @@ def without_logits(module, call, given):
     def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
         restore()
         hidden = passed[0]
-        # GPT-J and CodeGen cast their logits, which are no change of the values.
-        if logits is not hidden and not (logits.dtype == torch.float32 != hidden.dtype):
+        # Hooks of a head may wrap what it returns, and GPT-J and CodeGen cast it: neither changes a value.
+        if logits.data_ptr() != hidden.data_ptr() and not (logits.dtype == torch.float32 != hidden.dtype):
             raise RuntimeError(f"{type(module).__name__} changes its logits: patch it with keep_logits=True")
         targets = _targets(labels, ignore_index, shift_labels).to(hidden.device)
         total = _loss_by_parts(head, hidden, targets, vocab_size, ignore_index)
