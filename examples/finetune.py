@@ -5,10 +5,12 @@
 
 Without --model a small CodeGen learns Python's standard library byte by byte, from scratch. Batches are pieces of
 different lengths padded on the right. --compare trains the stock model too, from the same weights on the same batches.
+Under `accelerate launch` processes divide the rows of a batch, or with --split-sequences share every row.
 """
 
 import argparse
 import copy
+from pathlib import Path
 
 import common
 import torch
@@ -30,13 +32,20 @@ def arguments(argv=None):
     parser.add_argument("--seq", type=int, default=2048 if cuda else 192)
     parser.add_argument("--fill", type=float, default=0.6, help="share of real tokens in a batch")
     parser.add_argument("--lr", type=float, help="default: 1e-3 from scratch, 2e-5 for a model that is loaded")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters, not all weights")
+    parser.add_argument("--precision", default="bf16" if cuda else "no", choices=("no", "bf16", "fp16"))
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--split-sequences", action="store_true", help="share every row among the processes")
     parser.add_argument("--stock", action="store_true", help="train the stock model, not a patched one")
     parser.add_argument("--compare", action="store_true", help="train the stock model as well and print both")
     parser.add_argument("--generate", action="store_true", help="let the trained model write a little")
     parser.add_argument("--output", help="folder to save the trained model in")
+    parser.add_argument("--checkpoint", type=Path, help="folder for the training's state; what is there is taken up")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.split_sequences and (options.stock or options.compare):
+        parser.error("--split-sequences: stock models cannot share a row")
+    return options
 
 
 def small_codegen(seq):
@@ -51,8 +60,14 @@ def small_codegen(seq):
 
 def load_model(options):
     if options.model is None:
-        return small_codegen(options.seq)
-    return transformers.AutoModelForCausalLM.from_pretrained(options.model)
+        model = small_codegen(options.seq)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model
 
 
 def make_batch(ids, options, step):
@@ -64,23 +79,38 @@ def make_batch(ids, options, step):
     return {"input_ids": rows * mask, "attention_mask": mask.long(), "labels": rows.masked_fill(~mask, -100)}
 
 
+class Losses(list):
+    """The losses so far. In a checkpoint their number is the step to go on from."""
+
+    def state_dict(self):
+        return {"losses": list(self)}
+
+    def load_state_dict(self, state):
+        self[:] = state["losses"]
+
+
 def train(model, ids, options, accelerator, name):
     """Trains in place. Returns (the prepared model, its losses per step, tokens/s, peak GiB or None)."""
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     lr = options.lr or (2e-5 if options.model else 1e-3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     model, optimizer = accelerator.prepare(model, optimizer)
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    losses, tokens, clock = [], 0, common.Clock(accelerator.device)
-    bar = tqdm(range(options.steps), desc=name, unit="step", disable=not accelerator.is_main_process)
+    losses, state = Losses(), options.checkpoint and options.checkpoint / name
+    accelerator.register_for_checkpointing(schedule, losses)
+    if state and state.is_dir():
+        accelerator.load_state(state)
+    parts = 1 if options.split_sequences else accelerator.num_processes
+    part = accelerator.process_index % parts
+    tokens, clock, first = 0, common.Clock(accelerator.device), len(losses)
+    bar = tqdm(range(first, options.steps), desc=name, unit="step", disable=not accelerator.is_main_process)
     for step in bar:
         whole = make_batch(ids, options, step)
-        batch = {key: value[rank::processes].to(accelerator.device) for key, value in whole.items()}
+        batch = {key: value[part::parts].to(accelerator.device) for key, value in whole.items()}
         # Every target counts alike, however the rows are spread: processes average their gradients.
-        share = (batch["labels"][:, 1:] != -100).sum() * processes / (whole["labels"][:, 1:] != -100).sum()
+        share = (batch["labels"][:, 1:] != -100).sum() * parts / (whole["labels"][:, 1:] != -100).sum()
         loss = model(**batch).loss * share
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,9 +120,11 @@ def train(model, ids, options, accelerator, name):
         losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
         tokens += int(whole["attention_mask"].sum())
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
-        if step == 0:
+        if step == first:
             tokens, clock = 0, common.Clock(accelerator.device)  # the first step warms up
-    return model, losses, tokens / clock.seconds(), clock.peak_gib()
+    if state:
+        accelerator.save_state(state)
+    return model, list(losses), tokens / clock.seconds(), clock.peak_gib()
 
 
 def write(model, options, device, prompt="def main(", count=120):
@@ -114,7 +146,6 @@ def tail(losses):
 def main(argv=None):
     options = arguments(argv)
     set_seed(options.seed)
-    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     ids = common.load_ids(options.model, options.text)
     model = load_model(options)
     kinds = ["stock"] if options.stock else ["patched"]
@@ -122,9 +153,12 @@ def main(argv=None):
     results, text = {}, None
     for kind in kinds:
         set_seed(options.seed)
+        accelerator = Accelerator(mixed_precision=options.precision, cpu=not torch.cuda.is_available())
         trained = copy.deepcopy(model) if kind != kinds[-1] else model
         if kind == "patched":
             hf_flash.patch_model(trained)
+        if options.split_sequences:
+            hf_flash.split_sequences(trained)
         trained, *results[kind] = train(trained, ids, options, accelerator, kind)
         if kind == kinds[0]:
             whole = accelerator.unwrap_model(trained)

@@ -1,10 +1,12 @@
 """Find the longest context that trains with LoRA, patched and stock, and draw memory against context.
 
     python examples/lora_long_context.py --model path/or/hub-name --memory-gib 80
-    accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/lora_long_context.py
+    accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/lora_long_context.py --split-sequences \
+        --kinds patched
 
 Without --model a Llama with random weights: of a billion parameters on a GPU, a tiny one on the CPU. Every length runs
-whole training steps with gradient checkpointing, first doubling until one does not fit, then halving the gap.
+whole training steps with gradient checkpointing, first doubling until one does not fit, then halving the gap. With
+--split-sequences the processes share each sequence, so that a context may exceed what one GPU holds.
 """
 
 import argparse
@@ -38,11 +40,15 @@ def arguments(argv=None):
     parser.add_argument("--step-seconds", type=float, default=180 if cuda else 15, help="give up on slower steps")
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA adapters")
     parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--split-sequences", action="store_true", help="share each sequence among the processes")
     parser.add_argument("--plot", default="lora_long_context.png")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.split_sequences and options.kinds != "patched":
+        parser.error("--split-sequences: stock models cannot share a sequence; add --kinds patched")
+    return options
 
 
-def load_model(options, kind):
+def load_model(options, kind, device):
     """A LoRA model in bf16 on a GPU, patched or with stock attention."""
     from peft import LoraConfig, get_peft_model
 
@@ -59,11 +65,14 @@ def load_model(options, kind):
             intermediate_size=4 * width, vocab_size=common.VOCABULARY, max_position_embeddings=options.limit,
         )  # fmt: skip
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        with device:
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     model = get_peft_model(model, LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
     if not options.no_checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if options.split_sequences:
+        hf_flash.split_sequences(model)
     return hf_flash.patch_model(model) if kind == "patched" else model
 
 
@@ -118,7 +127,7 @@ def try_context(model, optimizer, accelerator, ids, context, options):
                 loss = output.loss.item()
                 del output
                 seconds.append(time.perf_counter() - before)
-                if seconds[-1] > options.step_seconds:
+                if seconds[-1] > options.step_seconds and accelerator.num_processes == 1:
                     break
     except torch.OutOfMemoryError:
         optimizer.zero_grad()
@@ -127,18 +136,29 @@ def try_context(model, optimizer, accelerator, ids, context, options):
     return fits and seconds[-1] <= options.step_seconds, memory.gib, context / min(seconds), loss
 
 
+def prepare(kind, options, accelerator):
+    model = load_model(options, kind, accelerator.device).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    return accelerator.prepare(model, optimizer)
+
+
 def explore(kind, ids, options, bar, accelerator):
     """Measured points of one kind: context -> (fits, peak GiB, tokens/s, loss)."""
-    model = load_model(options, kind)
-    model.train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    points = {}
+    prepared, points = prepare(kind, options, accelerator), {}
 
     def attempt(context):
+        nonlocal prepared
         bar.set_description(f"{kind} {context}")
-        points[context] = try_context(model, optimizer, accelerator, ids, context, options)
+        fits, gib, speed, loss = try_context(*prepared, accelerator, ids, context, options)
+        if accelerator.num_processes > 1:  # what one cannot do all cannot
+            facts = torch.tensor([not fits, gib], device=accelerator.device)
+            failed, gib = accelerator.gather(facts[None]).amax(0).tolist()
+            fits = not failed
+            if failed:  # a backward pass that was cut short leaves DDP and FSDP in the middle of it
+                prepared = accelerator.free_memory()
+                gc.collect()
+                prepared = prepare(kind, options, accelerator)
+        points[context] = fits, gib, speed, loss
         bar.update()
         bar.set_postfix(GiB=f"{points[context][1]:.2f}", fits=points[context][0])
         return points[context][0]
@@ -186,7 +206,7 @@ def draw(results, path):
 
 def main(argv=None):
     options = arguments(argv)
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     ids = common.load_ids(options.model, options.text)
     results = {}
     with tqdm(unit="length", disable=not accelerator.is_main_process) as bar:

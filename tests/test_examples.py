@@ -16,6 +16,7 @@ import bert_classify  # noqa: E402
 import common  # noqa: E402
 import finetune  # noqa: E402
 import generate  # noqa: E402
+import launched  # noqa: E402
 import lora_long_context  # noqa: E402
 
 
@@ -118,18 +119,14 @@ def test_finetuning_and_generation_agree_with_stock_on_a_gpu(tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of the two sides would run on the GPU")
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_two_processes_have_the_losses_of_one(name, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import json, os, pathlib, sys\nsys.path.insert(0, {str(EXAMPLES)!r})\nimport finetune\n"
-        f"losses = finetune.main({[*SMALL, '--steps', '3']!r})['patched'][0]\n"
-        "assert os.environ['WORLD_SIZE'] == '2'\n"
-        f"if os.environ['RANK'] == '0': pathlib.Path({str(tmp_path / 'losses')!r}).write_text(json.dumps(losses))\n"
-    )
     config = EXAMPLES / "accelerate" / f"{name}.yaml"
-    command = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0", script]
+    command = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
+    command += [Path(launched.__file__), tmp_path, *(["--shard"] if name == "fsdp2" else [])]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
-    two = json.loads((tmp_path / "losses").read_text())
-    one = finetune.main([*SMALL, "--steps", "3"])["patched"][0]
-    assert two == pytest.approx(one, abs=1e-4)
+    two = json.loads((tmp_path / "results.json").read_text())
+    for way in launched.WAYS:
+        tolerance = 0.02 if way == "autocast" else 1e-4
+        assert two[way] == pytest.approx(launched.losses_of(way), abs=tolerance), way
+    assert two["contexts"] == pytest.approx(launched.losses_of_contexts(), abs=0.02)  # the configurations ask for bf16
