@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from record import RESULTS, ROOT, find_record, load, source_hash  # noqa: E402
+from record import COUNTS, RESULTS, ROOT, find_record, load, source_hash  # noqa: E402
 
 NOT_RECORDED = "Not yet recorded.\n"
 
@@ -146,7 +146,7 @@ def readme_parts(record, stale, plots):
     facts = [f"{record['gpu']}, torch {record['torch']}, transformers {record['transformers']}, {record['date']}"]
     facts += ["**stale: the sources changed since**"] if stale else []
     if tests:
-        facts.append(f"GPU suite: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
+        facts.append("GPU suite: " + ", ".join(f"{tests[word]} {word}" for word in COUNTS if word in tests))
     runs = record.get("runs", {})
     if runs:
         limits = runs[max(runs)]

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SOURCES = {"csrc": (".cu", ".cuh", ".h", ".inc"), "hf_flash": (".py",)}
+COUNTS = ("passed", "failed", "skipped", "unfinished")
 SECTIONS = ("attention", "decode", "models")
 MEASURED = {"tflops", "us", "tb_s", "errors", "tokens_per_s", "peak_gib", "prefill_ms", "step_ms", "losses", "run"}
 MEASURED |= {"model_tflops", "longest", "of_matmul"}
@@ -154,7 +156,7 @@ def check(path):
     record = load(path)
     name = Path(path).name
     tests = record.get("tests") or {}
-    counts = ", ".join(f"{tests[word]} {word}" for word in ("passed", "failed", "skipped") if word in tests)
+    counts = ", ".join(f"{tests[word]} {word}" for word in COUNTS if word in tests)
     about = f"{name}: {record.get('gpu')}, {record.get('date')}, tests: {counts or 'not run'}"
     if record.get("source") != source_hash():
         return f"stale: {about}; csrc/ or hf_flash/ changed since", 1
@@ -164,10 +166,14 @@ def check(path):
 # ---- the GPU suite ---------------------------------------------------------------------------------------------------
 
 
-def count_tests(junit):
-    """Counts of a junit file: ({"passed", "failed", "skipped"}, the same for each tool of the sanitizer tests)."""
+def count_tests(junit, interrupted=False):
+    """Counts of a junit file: ({"passed", "failed", "skipped"}, the same for each tool of the sanitizer tests).
+
+    interrupted: the last test listed had not ended, and does not count.
+    """
     total, tools = {"passed": 0, "failed": 0, "skipped": 0}, {}
-    for case in xml.etree.ElementTree.parse(junit).iter("testcase"):
+    cases = list(xml.etree.ElementTree.parse(junit).iter("testcase"))
+    for case in cases[:-1] if interrupted else cases:
         children = {child.tag for child in case}
         outcome = "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
         total[outcome] += 1
@@ -185,17 +191,25 @@ def add_counts(a, b):
 
 
 def run_suite(recorder, arguments, minutes, add):
-    """Runs `pytest -m gpu`; returns its exit status. What it had counted when time ran out is lost, and said so."""
+    """Runs `pytest -m gpu` and keeps its counts, also where time ran out (then as "unfinished"); returns its status."""
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={junit}", *arguments]
+        suite = subprocess.Popen(command, cwd=ROOT)
         try:
-            status = subprocess.run(command, cwd=ROOT, timeout=minutes * 60).returncode
+            status = suite.wait(minutes * 60)
         except subprocess.TimeoutExpired:
             print(f"the suite did not finish within {minutes} minutes", file=sys.stderr)
-            return 124
+            suite.send_signal(signal.SIGINT)  # pytest then writes down what it has
+            try:
+                suite.wait(30)
+            except subprocess.TimeoutExpired:
+                suite.kill()
+            status = 124
         if junit.exists():
-            tests, sanitizer = count_tests(junit)
+            tests, sanitizer = count_tests(junit, interrupted=status == 124)
+            if status == 124:
+                tests["unfinished"] = 1
             if add:
                 tests = add_counts(recorder.record.get("tests", {}), tests)
                 sanitizer = add_counts(recorder.record.get("sanitizer", {}), sanitizer)

@@ -1,6 +1,9 @@
 """The record: whose rows it holds, how runs are merged, and what README makes of it."""
 
+import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -124,6 +127,29 @@ def test_junit_counts_are_split_by_sanitizer(tmp_path):
     tests, sanitizer = record.count_tests(tmp_path / "junit.xml")
     assert tests == {"passed": 2, "failed": 2, "skipped": 1}
     assert sanitizer["memcheck"]["passed"] == 1 and sanitizer["racecheck"]["failed"] == 1
+
+
+def test_a_suite_that_runs_out_of_time_keeps_what_it_counted(tmp_path, monkeypatch):
+    suite, begun = tmp_path / "test_slow.py", tmp_path / "begun"
+    suite.write_text(
+        f"import pathlib, time\ndef test_quick(): pass\ndef test_slow():\n    pathlib.Path({str(begun)!r}).touch()\n"
+        "    time.sleep(600)\n"
+    )
+
+    class Popen(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout == 6:  # the suite's limit: up when the second test has begun
+                while not begun.exists() and self.poll() is None:
+                    time.sleep(0.01)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    recorder = record.Recorder(tmp_path, "cpu")
+    options = f"-m 'not gpu' -p no:cacheprovider --rootdir {tmp_path} {suite}"
+    assert record.run_suite(recorder, shlex.split(options), 6 / 60, add=False) == 124
+    kept = record.load(tmp_path / "cpu.json")["tests"]
+    assert (kept["passed"], kept["failed"], kept["unfinished"]) == (1, 0, 1)
 
 
 def test_parts_of_the_suite_add_up():
