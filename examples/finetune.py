@@ -60,14 +60,14 @@ def small_codegen(seq):
 
 def load_model(options):
     if options.model is None:
-        model = small_codegen(options.seq)
-    else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
-    if options.lora:
-        from peft import LoraConfig, get_peft_model
+        return small_codegen(options.seq)
+    return transformers.AutoModelForCausalLM.from_pretrained(options.model)
 
-        model = get_peft_model(model, LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return model
+
+def with_adapters(model, rank):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def make_batch(ids, options, step):
@@ -148,6 +148,8 @@ def main(argv=None):
     set_seed(options.seed)
     ids = common.load_ids(options.model, options.text)
     model = load_model(options)
+    if options.lora:
+        model = with_adapters(model, options.lora)
     kinds = ["stock"] if options.stock else ["patched"]
     kinds += ["stock"] if options.compare and not options.stock else []
     results, text = {}, None
