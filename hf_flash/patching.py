@@ -229,6 +229,9 @@ def _plan(top, strict, keep_logits, cuda_graphs):
         size = getattr(module, "head_dim", getattr(module, "attention_head_size", 0))
         if strict and size > interface.MAX_HEAD_DIM:
             raise RuntimeError(f"{name} has head dim {size}; hf_flash fuses up to {interface.MAX_HEAD_DIM}")
+    for device in {p.device for p in top.parameters() if strict and p.is_cuda}:
+        if reason := interface._no_kernels(device):
+            raise RuntimeError(f"hf_flash cannot fuse anything on {device}: {reason}")
     if not (keep_logits or loss.can_skip_logits(top)):
         raise ValueError(
             f"keep_logits=False is for causal language models with transformers' own loss, not for {type(top).__name__}"

@@ -114,3 +114,31 @@ def assert_gradients_close(ours, stock, tolerance=2e-5):
         torch.testing.assert_close(
             ours[name] / scale, grad / scale, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def batch_of(name, kind):
+    """Inputs with labels that no padding predicts: a row's first token, and one after padding, have none."""
+    mask = mask_of(kind)
+    ids = tokens().masked_fill(mask == 0, 0)
+    labels = ids.masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if name not in ENCODERS:
+        batch["position_ids"] = position_ids(mask)
+        labels[:, 0] = -100
+        labels[:, 1:] = labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)
+    return batch
+
+
+def positions_of(rows, first=0):
+    return torch.stack([torch.cat([torch.arange(first, first + n) for n in row]) for row in rows])
+
+
+def assert_documents_alone(name, stock, output, ids, rows, first=0):
+    """Each document's output equals that of the stock model run on it alone."""
+    for i, row in enumerate(rows):
+        start = 0
+        for n in row:
+            positions = torch.arange(first, first + n)[None]
+            lone = hidden_of(stock(input_ids=ids[i : i + 1, start : start + n], position_ids=positions))
+            assert_rows_close(output[i : i + 1, start : start + n], lone, torch.ones(1, n))
+            start += n
