@@ -106,10 +106,12 @@ def top_forward(module, *args, **kwargs):
     if replayed is not None:
         return replayed
     base = getattr(state.base, STATE)
+    _ask_for_the_cache_of_a_tuple(module, given, base)
     if any(name in given for name in PACKED):
         base.packed = packed_arguments(given)
     elif base.whole_model and state.head and wholemodel.labels_fit(given):
-        inputs = Inputs(*given["input_ids"].shape, given["attention_mask"].to(torch.bool), given.get("position_ids"))
+        mask = given["attention_mask"].to(torch.bool)
+        inputs = Inputs(*mask.shape, mask, given.get("position_ids"))
         inputs.weights = _weights_wanted(module, given)
         layout = None
         if wholemodel.obstacle(module, given, inputs, base.encoder) is None:
@@ -120,6 +122,12 @@ def top_forward(module, *args, **kwargs):
             given = wholemodel.pack_labels(given, layout, causal=not base.encoder)
             return wholemodel.forward(module, state, given, layout)
     return state.call(module, given)
+
+
+def _ask_for_the_cache_of_a_tuple(module, given, base):
+    """In a tuple the default cache has a place, which must not go to what comes after it."""
+    if given.get("return_dict") is False and not base.encoder and given.get("use_cache") is None:
+        given["use_cache"] = getattr(module.config, "use_cache", None)
 
 
 def _weights_wanted(module, given):
@@ -148,6 +156,7 @@ def base_forward(module, *args, **kwargs):
         return state.call(module, given)
     if isinstance(mask, Layout) and mask.measured:
         return _run_measured(module, state, given, mask)
+    _ask_for_the_cache_of_a_tuple(module, given, state)
     if packed is None:
         packed = packed_arguments(given)
     shape = tokens.shape[:-1] if given.get("input_ids") is None else tokens.shape

@@ -64,12 +64,14 @@ def layout_obstacle(module, given, layout):
 
 def labels_fit(given):
     """Whether a head's loss can be computed on tokens alone, as far as shapes tell."""
-    ids, mask, labels = (given.get(name) for name in ("input_ids", "attention_mask", "labels"))
-    if not all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in (ids, mask, labels)):
+    mask, labels = given.get("attention_mask"), given.get("labels")
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if not all(isinstance(x, torch.Tensor) for x in (tokens, mask, labels)):
         return False
     kept = given.get("logits_to_keep", 0)
     whole = isinstance(kept, int) and kept == 0 and given.get("shift_labels") is None
-    return ids.shape == mask.shape == labels.shape and whole and given.get("inputs_embeds") is None
+    return labels.ndim == 2 and tokens.shape[:2] == mask.shape == labels.shape and whole
 
 
 def labels_at_padding(given):

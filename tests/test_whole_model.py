@@ -125,6 +125,66 @@ def test_packed_and_padded_rows_are_unpadded_with_their_positions(name):
         assert_rows_close(found[row : row + 1, part], lone, torch.ones(1, n))
 
 
+@pytest.mark.parametrize("head", [None, "AutoModel"])
+@pytest.mark.parametrize("name", ["llama", "gptj", "codegen", "gpt2"])
+def test_a_tuple_in_training_has_the_cache_in_its_place(name, head):
+    stock, ours = (model.train() for model in pair(name, head))
+    given = {"input_ids": tokens(), "attention_mask": mask_of("right"), "return_dict": False}
+    if head is None:
+        given["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    found, expected = ours(**given), stock(**given)
+    assert [type(item) for item in found] == [type(item) for item in expected]
+    assert found[-1].get_seq_length() == 12
+    assert len(ours(**given, use_cache=False)) == len(stock(**given, use_cache=False)) == len(expected) - 1
+
+
+HEADS = [("llama", "Sequence"), ("gpt2", "Sequence"), ("gptj", "Sequence"), ("bert", "Sequence"), ("llama", "Token"),
+         ("gpt2", "Token"), ("bert", "Token")]  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointed", [None, True, False], ids=["kept", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("kind", ["right", "left"])
+@pytest.mark.parametrize(("name", "head"), HEADS)
+def test_classifiers_train_on_tokens_alone_and_equal_stock(name, head, kind, checkpointed):
+    stock, ours = (model.train() for model in pair(name, f"AutoModelFor{head}Classification", classifier_dropout=0.0))
+    mask, seen = mask_of(kind), widths(ours)
+    ids = tokens().masked_fill(mask == 0, 0)
+    labels = torch.randint(2, (3,)) if head == "Sequence" else torch.randint(2, ids.shape).masked_fill(mask == 0, -100)
+    if checkpointed is not None:
+        ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointed})
+        ours.enable_input_require_grads()
+    losses = [model(input_ids=ids, attention_mask=mask, labels=labels).loss for model in (ours, stock)]
+    pooled_padding = name == "bert" and head == "Sequence" and kind == "left"
+    assert seen == [36 if pooled_padding else int(mask.sum())]
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
+    for loss in losses:
+        loss.backward()
+    assert_gradients_close(ours, stock)
+    reason = "the pooler reads the first place, which is padding" if pooled_padding else "by the whole model"
+    assert reason in str(hf_flash.report(ours))
+
+
+@pytest.mark.parametrize("kind", ["right", "left"])
+@pytest.mark.parametrize(("method", "note"), [
+    ("PromptTuningConfig", "by the whole model, its head and its loss"),
+    ("PrefixTuningConfig", "inside attention only: the mask is longer than the input (a cache or a prefix)"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj"])
+def test_virtual_tokens_train_as_in_stock_and_the_report_says_how(name, method, note, kind):
+    peft = pytest.importorskip("peft")
+    mask, models = mask_of(kind), []
+    ids = tokens().masked_fill(mask == 0, 0)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[torch.arange(3), mask.argmax(1)] = -100
+    for model in pair(name):
+        torch.manual_seed(2)
+        model = peft.get_peft_model(model, getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        models.append(model.train())
+        models[-1](input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+    assert_gradients_close(models[1], models[0])
+    assert f"padding skipped {note} (1x)" in str(hf_flash.report(models[1]))
+
+
 def test_metadata_is_made_once_and_nothing_is_gathered_without_padding(monkeypatch):
     made = []
     monkeypatch.setattr(layout, "_rows", lambda *a, f=layout._rows: (made.append(1), f(*a))[1])
