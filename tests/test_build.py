@@ -57,18 +57,21 @@ def test_an_architecture_that_is_none_is_named():
 
 
 def test_torch_and_visible_gpus_mean_the_hopper_kernels_by_9_0():
+    """Row 98."""
     assert names(toolchain.choose_architectures(NEW, {"TORCH_CUDA_ARCH_LIST": "8.0;9.0"}, set)) == "80;90a"
     assert names(toolchain.choose_architectures(NEW, {}, lambda: {90})) == "90a"
     assert names(toolchain.choose_architectures(NEW, {"HF_FLASH_ARCHS": "8.0;9.0"}, lambda: {120})) == "80;90"
 
 
 def test_without_a_gpu_the_default_runs_on_later_gpus_too():
+    """Row 98."""
     chosen = toolchain.choose_architectures(NEW, {}, set)
     assert names(chosen) == "80;90a+PTX"
     assert "-gencode=arch=compute_90,code=[sm_90,compute_90]" in toolchain.gencode(chosen)
 
 
 def test_what_this_nvcc_does_not_know_is_left_out_aloud(capsys):
+    """Row 98."""
     assert names(toolchain.choose_architectures(OLD, {"HF_FLASH_ARCHS": "8.0;12.0"}, set)) == "80+PTX"
     assert "120" in capsys.readouterr().err
     # A GPU newer than nvcc runs the PTX of the default.
@@ -90,10 +93,12 @@ def test_a_gpu_too_old_for_the_kernels_does_not_stop_the_build(capsys):
     [(64, 16 * GIB, None, 8), (2, 24 * GIB, None, 2), (64, 512 * GIB, "4", 4), (8, GIB, None, 1), (1, 1, "0", 1)],
 )
 def test_jobs_are_bounded_by_cores_memory_and_max_jobs(cores, memory, max_jobs, expected):
+    """Row 95."""
     assert toolchain.choose_jobs(cores, memory, max_jobs) == expected
 
 
 def test_the_container_s_limits_count(tmp_path):
+    """Row 95."""
     (tmp_path / "unlimited").write_text("max\n")
     (tmp_path / "limit").write_text("17179869184\n")
     assert toolchain.read_number(tmp_path / "missing", tmp_path / "unlimited") is None
@@ -161,6 +166,7 @@ def test_ninja_runs_the_file_and_keeps_each_log(tmp_path):
 
 
 def test_without_ninja_the_build_says_so_and_goes_on(tmp_path, capsys):
+    """Row 94."""
     nvcc = tmp_path / "nvcc"
     nvcc.write_text('#!/bin/sh\necho "1 bytes"\nfor last; do :; done\n: > "$last"\n')
     nvcc.chmod(0o755)
@@ -254,6 +260,7 @@ def fake_toolkit(folder, release):
 
 
 def test_of_two_toolkits_the_one_used_is_named(tmp_path, capsys):
+    """Row 99."""
     first, second = fake_toolkit(tmp_path / "a", "12.6"), fake_toolkit(tmp_path / "b", "12.8")
     environ = {"CUDA_HOME": str(first), "PATH": f"{second / 'bin'}:/bin"}
     assert toolchain.find_toolkit(environ).version == (12, 6)
@@ -269,6 +276,7 @@ def test_a_toolkit_that_is_too_old_is_named_and_passed_over(tmp_path, capsys):
 
 
 def test_a_wrong_cuda_home_is_named_and_passed_over(tmp_path, capsys):
+    """Row 99."""
     good = fake_toolkit(tmp_path / "good", "12.8")
     environ = {"CUDA_HOME": str(tmp_path / "nowhere"), "PATH": f"{good / 'bin'}:/bin"}
     assert toolchain.find_toolkit(environ).version == (12, 8)

@@ -32,6 +32,7 @@ def padded():
 
 @pytest.mark.parametrize("name, head", HEADS)
 def test_patch_and_unpatch_leave_the_model_bit_equal(name, head):
+    """Row 84."""
     model = make(name, head)
     before, attributes = hidden_of(model(**padded_once())), state_of(model)
     parameters = {key: id(value) for key, value in model.named_parameters()}
@@ -60,6 +61,7 @@ def padded_once():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patching_twice_is_patching_once(name):
+    """Row 84."""
     model = hf_flash.patch_model(make(name))
     attributes = state_of(model)
     hf_flash.patch_model(model)
@@ -74,6 +76,7 @@ def test_patching_twice_is_patching_once(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_model_of_the_same_config_object_is_untouched(name):
+    """Row 84."""
     first = make(name)
     second = type(first)(first.config).eval()
     second.load_state_dict(first.state_dict())
@@ -88,6 +91,7 @@ def test_another_model_of_the_same_config_object_is_untouched(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_copy_uses_its_own_weights_and_unpatches_alone(name):
+    """Row 87."""
     original = hf_flash.patch_model(make(name))
     given = padded_once()
     before = hidden_of(original(**given))
@@ -107,6 +111,7 @@ def test_a_copy_uses_its_own_weights_and_unpatches_alone(name):
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_pickled_model_comes_back_patched(name, how):
+    """Row 87."""
     original = hf_flash.patch_model(make(name))
     given = padded_once()
     before = hidden_of(original(**given))
@@ -124,6 +129,7 @@ def test_a_pickled_model_comes_back_patched(name, how):
 
 
 def test_a_pickled_model_loads_in_a_fresh_process(tmp_path):
+    """Row 87."""
     original = hf_flash.patch_model(make("gptj"))
     given = padded_once()
     torch.save((original, given, hidden_of(original(**given)).detach()), tmp_path / "model.pt")
@@ -139,6 +145,7 @@ def test_a_pickled_model_loads_in_a_fresh_process(tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_saved_is_what_stock_saves(name, tmp_path):
+    """Row 91."""
     model = make(name)
     model.save_pretrained(tmp_path / "stock")
     hf_flash.patch_model(model)

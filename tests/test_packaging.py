@@ -45,6 +45,7 @@ from setuptools import build_meta
 
 
 def test_metadata_is_made_without_torch(tree, tmp_path):
+    """Row 93."""
     code = NO_TORCH + f"print(build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r}))"
     done = run(code, tree)
     assert done.returncode == 0, done.stderr
@@ -80,6 +81,7 @@ print(build_meta.build_wheel({str(folder)!r}))
 
 
 def test_without_nvcc_the_package_is_built_without_kernels_in_one_line(bare_wheel):
+    """Row 98."""
     wheel, said = bare_wheel
     lines = [line for line in said.splitlines() if line.startswith("hf_flash:")]
     assert len(lines) == 1 and "no nvcc" in lines[0]
@@ -137,6 +139,7 @@ def test_a_source_distribution_has_everything_that_a_build_reads(tree, tmp_path)
 
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_other_systems_are_told_in_one_line_before_anything_runs(platform, tree):
+    """Row 100."""
     code = (
         "import setuptools.command.build_ext, sys, runpy\n"
         f"sys.platform, sys.argv = {platform!r}, ['setup.py', 'build_ext']\n"
@@ -161,6 +164,7 @@ def test_the_library_includes_nothing_of_torch_so_that_none_of_its_versions_can_
 
 
 def test_a_corrupt_library_does_not_break_the_import(tmp_path):
+    """Row 97."""
     broken = tmp_path / "libhf_flash.so"
     broken.write_bytes(b"not a library")
     code = (

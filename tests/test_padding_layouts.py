@@ -123,6 +123,7 @@ def test_packed_documents_do_not_mix():
 
 
 def test_several_packed_rows():
+    """Row 17."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
     layout = build_layout(2, 8, 8, position_ids=positions)
     assert layout.keys.cu_seqlens.tolist() == [0, 3, 8, 14, 16]
@@ -140,6 +141,7 @@ def test_several_packed_rows():
     ids=["multi-axis", "one axis", "left padded", "jump ahead"],
 )
 def test_positions_that_are_no_packing(positions, mask):
+    """Row 19."""
     length = positions.shape[-1]
     layout = build_layout(1, length, length, mask=None if mask is None else mask.bool(), position_ids=positions)
     tokens = length if mask is None else int(mask.sum())
