@@ -1,5 +1,6 @@
 """flash_attn_with_kvcache's kernel, csrc/portable/decode.cu, on a GPU and in the emulator, against fp64 attention."""
 
+import ctypes
 import math
 import shutil
 
@@ -85,7 +86,7 @@ class Case:
                     self.slot(cache, b, self.leftpad[b] + i).copy_(row)
         self.cos = self.sin = None
         if rotary_dim:
-            angles = torch.rand(capacity + seq_q + 1, rotary_dim // 2, device=device) * 7
+            angles = torch.rand(capacity + (page_size or 0) + seq_q, rotary_dim // 2, device=device) * 7
             self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.interleaved = interleaved
         self.slopes = torch.rand(batch, heads, device=device) if alibi else None
@@ -244,4 +245,65 @@ def test_the_order_of_threads_does_not_matter(device, order, monkeypatch):
     expected = case.run()
     monkeypatch.setenv("HF_FLASH_EMULATED_ORDER", str(order))
     for a, b in zip(case.run(), expected):
+        assert torch.equal(a, b)
+
+
+# Two tiles of rows and several splits; new keys that no query sees any more; pages.
+STEPS = {
+    "several splits": dict(lengths=[700, 90, 0], heads=6, seq_q=7, seq_new=7, rotary_dim=64, causal=True),
+    "hidden keys": dict(lengths=[300, 20], seq_q=2, seq_new=9, window=(2, 0)),
+    "pages": dict(lengths=[257, 600], page_size=16, seq_q=1, seq_new=1, rotary_dim=32, interleaved=False),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_order_of_blocks_does_not_matter(device, name, monkeypatch):
+    if device != "cpu":
+        pytest.skip("the emulator's blocks run in an order that can be chosen")
+    case = Case(device, **STEPS[name])
+    empty = case.k_cache.clone(), case.v_cache.clone()
+    expected = *case.run(), case.k_cache.clone(), case.v_cache.clone()
+    case.k_cache.copy_(empty[0]), case.v_cache.copy_(empty[1])
+    monkeypatch.setenv("HF_FLASH_EMULATED_BLOCKS", "-1")
+    for a, b in zip((*case.run(), case.k_cache, case.v_cache), expected):
+        assert torch.equal(a.nan_to_num(7.25), b.nan_to_num(7.25))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_one_launch_and_leaves_its_counters_at_zero(device, name):
+    case = Case(device, **STEPS[name])
+    case.check()
+    if device == "cpu":
+        launches = ctypes.c_int64.in_dll(library._loaded(), "hf_emulated_launches")
+        before = launches.value
+    results = [case.run() for _ in range(2)]  # the splits of a second step would not meet in counters that are not zero
+    if device == "cpu":
+        assert launches.value == before + 2
+    case.check()
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_a_launch_that_gets_no_counters_clears_its_own(device, monkeypatch, poisoned):
+    """The handle that stands for a stream of every thread has none."""
+    case, run = Case(device, **STEPS["several splits"]), library._run
+    expected = case.run()
+    monkeypatch.setattr(library, "_run", lambda *arguments: run(*arguments[:-1], 2))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    found = case.run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("seq_new", [0, 1])
+def test_lengths_that_no_cache_has_are_taken_as_empty_or_full(device, seq_new):
+    """The host cannot know lengths on a GPU: what lies outside a row of the cache is neither read nor written."""
+    full = 40 + seq_new
+    case = Case(device, [40, 40, 40], seq_new=seq_new, capacity=full)
+    case.check()
+    results = []
+    for case.lengths in ([0, full, 40], [-7, 90_000, 40]):
+        results.append((*case.run(), case.k_cache.clone(), case.v_cache.clone()))
+    for a, b in zip(*results):
         assert torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""csrc/mask.cuh, csrc/philox.cuh and csrc/hopper/tile_counter.cuh, compiled for the host, against brute force."""
+"""csrc/mask.cuh, csrc/philox.cuh and csrc/launch_counters.cuh, compiled for the host, against brute force."""
 
 import ctypes
 import random
@@ -66,40 +66,48 @@ def test_query_range_holds_exactly_the_rows_that_see_some_key(library, mask, dat
     assert set(mask_range(library, QUERIES, *mask, first, last)) == expected
 
 
-def tile_counters(library, launches):
-    """The counters that launches, pairs (stream, captured), get of a fresh set; and how many counters there are."""
-    streams = (ctypes.c_uint64 * len(launches))(*(stream for stream, _ in launches))
-    captured = (ctypes.c_uint8 * len(launches))(*(captured for _, captured in launches))
-    numbers, count = (ctypes.c_int * len(launches))(), ctypes.c_int()
-    library.tile_counters(len(launches), streams, captured, numbers, ctypes.byref(count))
-    return list(numbers), count.value
+def launch_counters(library, launches):
+    """The counters that launches, triples (stream, captured, asked), get of a fresh set: ranges, None for no counters;
+    and how many counters there are."""
+    streams, captured, asked = zip(*launches)
+    n, count = len(launches), ctypes.c_int()
+    numbers, asked_ints = (ctypes.c_int * n)(), (ctypes.c_int * n)(*asked)
+    library.launch_counters(
+        n, (ctypes.c_uint64 * n)(*streams), (ctypes.c_uint8 * n)(*captured), asked_ints, numbers, ctypes.byref(count)
+    )
+    return [None if i == -1 else range(i, i + many) for i, many in zip(numbers, asked)], count.value
 
 
-PER_THREAD = 2  # the handle that stands for a stream of each thread
-NO_COUNTER = -1
+PER_THREAD, OF_STREAM = 2, 7  # the handle that stands for a stream of each thread; what one stream can have
 
 
 @settings(max_examples=100, deadline=None)
-@given(launches=st.lists(st.tuples(st.sampled_from((0, 1, PER_THREAD, 2**40, 2**47 + 16)), st.booleans()), max_size=40))
-def test_only_launches_of_one_stream_share_a_tile_counter(library, launches):
-    numbers, count = tile_counters(library, launches)
-    users = {}
-    for i, ((stream, captured), number) in enumerate(zip(launches, numbers)):
-        assert (number == NO_COUNTER) == (stream == PER_THREAD)
-        assert number < count
-        if number != NO_COUNTER:
+@given(
+    launches=st.lists(
+        st.tuples(st.sampled_from((0, 1, PER_THREAD, 2**40, 2**47 + 16)), st.booleans(), st.integers(1, OF_STREAM + 1)),
+        min_size=1, max_size=40,
+    )
+)  # fmt: skip
+def test_only_launches_of_one_stream_share_counters(library, launches):
+    given, count = launch_counters(library, launches)
+    users, first = {}, {}
+    for i, ((stream, captured, asked), numbers) in enumerate(zip(launches, given)):
+        assert (numbers is None) == (stream == PER_THREAD or not captured and asked > OF_STREAM)
+        for number in numbers or ():
+            assert number < count
             users.setdefault(number, set()).add(("graph", i) if captured else ("stream", stream))
+        if numbers and not captured:
+            assert first.setdefault(stream, numbers[0]) == numbers[0]  # a stream keeps its counters
     assert all(len(user) == 1 for user in users.values())
-    assert len(users) == len(set().union(*users.values()))  # and a stream keeps its counter
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_tile_counters_that_run_out_are_not_shared(library, captured):
-    numbers, count = tile_counters(library, [(8 * i, captured) for i in range(1, 20000)] + [(8, False)])
-    *numbers, first_stream = numbers
-    given = [number for number in numbers if number != NO_COUNTER]
-    assert len(set(given)) == len(given) and max(given) < count and numbers[-1] == NO_COUNTER
-    assert first_stream == numbers[0] if not captured else first_stream not in given
+def test_counters_that_run_out_are_not_shared(library, captured):
+    given, count = launch_counters(library, [(8 * i, captured, 5) for i in range(1, 1500)] + [(8, False, 5)])
+    *given, first_stream = given
+    numbers = [number for numbers in given for number in numbers or ()]
+    assert len(set(numbers)) == len(numbers) and max(numbers) < count and given[-1] is None
+    assert first_stream == given[0] if not captured else not set(first_stream) & set(numbers)
 
 
 @pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (2**31 - 1, 0), (2**31 - 1, 2**31 - 1), (5, 2**31 - 1)])

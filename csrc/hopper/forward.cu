@@ -296,7 +296,7 @@ template <class C> int launch_forward(const Params& p, cudaStream_t stream) {
   const int sm_count = device_facts().sm_count;
   a.counter = TileCounters::kNone;
   if (tiles > sm_count)
-    if (const int error = choose_tile_counter(stream, &a.counter)) return error;
+    if (const int error = choose_counters<TileCounters>(stream, 1, &a.counter)) return error;
   const int64_t blocks = a.counter == TileCounters::kNone ? tiles : sm_count;
   return launch(forward_kernel<C>, blocks, C::kThreads, sizeof(ForwardShared<C>), stream, a);
 }

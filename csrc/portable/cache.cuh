@@ -6,7 +6,9 @@
 namespace hf_flash {
 
 // Rows of the cache in use before new keys are appended, left padding included.
-HF_DEVICE int cached_keys(const Params& p, int batch) { return p.used_k ? p.used_k[batch] : p.seq_k; }
+HF_DEVICE int cached_keys(const Params& p, int batch) {
+  return p.used_k ? min(max(p.used_k[batch], 0), p.seq_k) : p.seq_k;
+}
 
 // The sequence with the appended keys; those beyond the cache's capacity do not exist.
 HF_DEVICE Sequence decode_sequence(const Params& p, int batch) {

@@ -4,7 +4,8 @@
 // seq_q). A block takes one part (split) of the keys of one kv head, for a tile of rows: a row is a (query, head of the
 // group) pair, so that all heads that share keys read them once. Its warps stream keys independently, 16 at a time,
 // each through stages of its own, and meet only at the end: the work is bound by memory, and no warp waits for
-// another's copies. With several splits a second kernel combines their outputs.
+// another's copies. One launch does all of a step: a block that reads new keys writes them to the cache itself, and of
+// the blocks that share the keys of a tile of rows the last to finish combines their outputs.
 #include <type_traits>
 
 #include "../launch.cuh"
@@ -49,14 +50,8 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
   HF_DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  // Tiles and heads that read neighbouring memory run together; splits that short sequences lack come last.
-  int block = blockIdx.x;
-  const int row_tile = block % schedule.row_tiles;
-  block /= schedule.row_tiles;
-  const int kv_head = block % p.kv_heads;
-  block /= p.kv_heads;
-  const int batch = block % p.batch, split = block / p.batch;
-
+  const DecodeWork work(p, schedule, blockIdx.x);
+  const int row_tile = work.row_tile, kv_head = work.kv_head, batch = work.batch, split = work.split;
   const Sequence sequence = decode_sequence(p, batch);
   const RowTile tile(p, schedule, sequence.q_length, row_tile);
   const Mask mask(sequence.q_length, sequence.k_length, p.window_left, p.window_right);
@@ -65,6 +60,13 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
   const Range keys = splits.part(split);
   const Range unmasked = mask.keys_seen_by_all(tile.first_query(), tile.last_query());
   const int units = keys.empty() ? 0 : ceil_div(keys.end - keys.begin, kKeysPerUnit);
+
+  if (p.new_k.data) {
+    // Keys that a window hides from everybody are appended too, by a block that is always there.
+    const bool all = row_tile == schedule.row_tiles - 1 && split == splits.count - 1;
+    const int first_new = cached_keys(p, batch) - int(sequence.k_row);
+    append<Element>(p, batch, kv_head, all ? Range{0, p.seq_new} : Range{keys.begin - first_new, keys.end - first_new});
+  }
 
   const Element* const k_base = static_cast<const Element*>(p.k.data) + kv_head * p.k.head_stride;
   const Element* const v_base = static_cast<const Element*>(p.v.data) + kv_head * p.v.head_stride;
@@ -123,8 +125,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
   char* const shared_q = shared + Config::kQueryOffset;
   const bool own_positions = p.window_left >= 0 || p.window_right >= 0;
   for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks, chunk = i % kChunks, query = (tile.first + row) / tile.group;
-    const int head = kv_head * tile.group + (tile.first + row) % tile.group;
+    const int row = i / kChunks, chunk = i % kChunks, query = tile.query(row), head = tile.head(row, kv_head);
     uint4 x = make_uint4(0, 0, 0, 0);
     if (tile.first + row < tile.last && chunk * 8 < p.head_dim) {
       const int64_t position = p.rotary_cos ? cached_keys(p, batch) + (own_positions ? query : 0) : 0;
@@ -151,9 +152,8 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
   for (int m = 0; m < kRowBlocks; ++m)
     HF_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const int row = min(tile.first + 16 * m + lane / 4 + 8 * half, tile.last - 1);
-      query_of[m][half] = row / tile.group;
-      const int head = kv_head * tile.group + row % tile.group;
+      const int row = min(16 * m + lane / 4 + 8 * half, tile.last - 1 - tile.first), head = tile.head(row, kv_head);
+      query_of[m][half] = tile.query(row);
       slope_of[m][half] = p.alibi_slopes ? p.alibi_slopes[batch * p.alibi_batch_stride + head] * kLog2e : 0.f;
     }
   const bool plain = p.softcap <= 0.f && p.alibi_slopes == nullptr && p.scale > 0.f;
@@ -247,6 +247,11 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
     }
   }
 
+  // What the loop has no use for is computed again: it would cost registers there.
+  const DecodeWork done(p, schedule, volatile_opaque(blockIdx.x));
+  const Sequence queries(p, done.batch);
+  const RowTile rows(p, schedule, queries.q_length, done.row_tile);
+
   // The warps' outputs meet in shared memory (kWarps, kRows, kPitch), brought to each row's largest reference.
   copy_async_wait<0>();
   softmax.finish();
@@ -258,6 +263,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
   for (int m = 0; m < kRowBlocks; ++m)
     HF_UNROLL
     for (int half = 0; half < 2; ++half) {
+      if (rows.first + 16 * m + lane / 4 + 8 * half >= rows.last) continue;
       const int row = warp * kRows + 16 * m + lane / 4 + 8 * half;
       if (lane % 4 == 0) {
         minus_references[row] = softmax.minus_reference[m][half];
@@ -272,7 +278,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
 
   for (int i = threadIdx.x; i < kRows * (kHeadDim / 4); i += kThreads) {
     const int row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
-    if (tile.first + row >= tile.last || column >= p.head_dim) continue;
+    if (rows.first + row >= rows.last || column >= p.head_dim) continue;
     float minus_reference = minus_references[row], sum = 0.f;
     HF_UNROLL
     for (int w = 1; w < kWarps; ++w) minus_reference = fminf(minus_reference, minus_references[w * kRows + row]);
@@ -287,16 +293,20 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
     const float lse_log2 = sum == 0.f ? kNegativeInfinity : log2f(sum) - minus_reference;
     x = make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
-    const int query = (tile.first + row) / tile.group, head = kv_head * tile.group + (tile.first + row) % tile.group;
+    const int query = rows.query(row), head = rows.head(row, done.kv_head);
     if (splits.count == 1) {
-      *reinterpret_cast<uint2*>(sequence.q_base<Element>(p.out, head) + query * p.out.row_stride + column) =
+      *reinterpret_cast<uint2*>(queries.q_base<Element>(p.out, head) + query * p.out.row_stride + column) =
           make_uint2(pack<Element>(x.x, x.y), pack<Element>(x.z, x.w));
-      if (column == 0 && p.lse) p.lse[sequence.lse_base(p, batch, head) + query] = lse_log2 * kLn2;
+      if (column == 0 && p.lse) p.lse[queries.lse_base(p, done.batch, head) + query] = lse_log2 * kLn2;
     } else {
-      const int64_t partial = schedule.partial_row(p, batch, head, query) + split;
+      const int64_t partial = schedule.partial_row(p, done.batch, head, query) + done.split;
       *reinterpret_cast<float4*>(schedule.partial_out + partial * p.head_dim + column) = x;
       if (column == 0) schedule.partial_lse[partial] = lse_log2;
     }
+  }
+  if (splits.count > 1) {
+    if (is_last_arrival(schedule.arrivals_of(done.tile), splits.count, reinterpret_cast<int*>(shared + kThreads * 32)))
+      combine_splits<Element, kHeadDim, kThreads>(p, schedule, done, rows, splits.count, shared);
   }
 }
 
@@ -308,15 +318,11 @@ int launch_decode(const Params& p, const DecodeSchedule& schedule, cudaStream_t 
 }
 
 template <class Element, int kHeadDim> int decode(const Params& p, cudaStream_t stream) {
-  const DecodeSchedule schedule(p, kHeadDim);
-  if (p.new_k.data)
-    if (int error = append<Element>(p, stream)) return error;
+  DecodeSchedule schedule(p, kHeadDim);
+  if (const int error = schedule.choose_arrivals(p, stream)) return error;
   constexpr int kMaxRowBlocks = kHeadDim <= 128 ? 2 : 1;   // registers for two outputs
-  const int error = schedule.rows == 16 ? launch_decode<Element, kHeadDim, 1>(p, schedule, stream)
-                                        : launch_decode<Element, kHeadDim, kMaxRowBlocks>(p, schedule, stream);
-  if (error || schedule.splits == 1) return error;
-  return launch(decode_combine_kernel<Element, kHeadDim>, int64_t(p.batch) * p.heads * p.seq_q, 128, 128 * 16, stream,
-                p, schedule);
+  return schedule.rows == 16 ? launch_decode<Element, kHeadDim, 1>(p, schedule, stream)
+                             : launch_decode<Element, kHeadDim, kMaxRowBlocks>(p, schedule, stream);
 }
 
 template <int kHeadDim> int portable_decode(const Params& p, cudaStream_t stream) {

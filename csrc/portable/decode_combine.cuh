@@ -1,13 +1,20 @@
-// How a decode step is divided over blocks, and the kernel that combines the outputs of its splits.
+// How a decode step is divided over blocks, and how the outputs of its splits are combined.
 #pragma once
+#include "../launch_counters.cuh"
 #include "../softmax.cuh"
 #include "cache.cuh"
 
 namespace hf_flash {
 
+// Of every tile of rows: how many of its splits are done.
+using ArrivalCounters = LaunchCounters<64, 2048, 1 << 18>;
+static __device__ int32_t arrivals[ArrivalCounters::kCount];
+
 struct DecodeSchedule {
   int rows, row_tiles, splits;   // rows of one tile; tiles of a kv head; splits that may be needed
   float *partial_out, *partial_lse;   // (batch, heads, seq_q, splits, head_dim) and (batch, heads, seq_q, splits), log2
+  int32_t* own_arrivals;              // (batch, kv_heads, row_tiles), for a launch that gets no counters
+  int first_arrivals = ArrivalCounters::kNone;
 
   DecodeSchedule(const Params& p, int head_dim_tile) {
     const int all_rows = p.seq_q * (p.heads / p.kv_heads);
@@ -21,13 +28,41 @@ struct DecodeSchedule {
     splits = Splits::most(int(keys), p.num_splits);
     partial_out = static_cast<float*>(p.workspace);
     partial_lse = partial_out + partial_rows(p) * p.head_dim;
+    own_arrivals = reinterpret_cast<int32_t*>(partial_lse + partial_rows(p));
   }
+  int64_t tiles(const Params& p) const { return int64_t(row_tiles) * p.kv_heads * p.batch; }
   int64_t partial_rows(const Params& p) const { return splits > 1 ? int64_t(p.batch) * p.heads * p.seq_q * splits : 0; }
-  int64_t workspace_bytes(const Params& p) const { return partial_rows(p) * (p.head_dim + 1) * int64_t(sizeof(float)); }
-  int64_t blocks(const Params& p) const { return int64_t(row_tiles) * p.kv_heads * p.batch * splits; }
+  int64_t workspace_bytes(const Params& p) const {
+    return splits > 1 ? (partial_rows(p) * (p.head_dim + 1) + tiles(p)) * int64_t(sizeof(float)) : 0;
+  }
+  int64_t blocks(const Params& p) const { return tiles(p) * splits; }
+
+  int choose_arrivals(const Params& p, cudaStream_t stream) {
+    if (splits == 1) return cudaSuccess;
+    const int error = choose_counters<ArrivalCounters>(stream, int(tiles(p)), &first_arrivals);
+    if (error || first_arrivals != ArrivalCounters::kNone) return error;
+    return cudaMemsetAsync(own_arrivals, 0, tiles(p) * sizeof(int32_t), stream);
+  }
+  HF_DEVICE int32_t* arrivals_of(int tile) const {
+    return (first_arrivals == ArrivalCounters::kNone ? own_arrivals : arrivals + first_arrivals) + tile;
+  }
 
   HF_DEVICE int64_t partial_row(const Params& p, int batch, int head, int query) const {
     return ((int64_t(batch) * p.heads + head) * p.seq_q + query) * splits;
+  }
+};
+
+// What one block computes. Tiles and heads that read neighbouring memory run together; splits that short sequences lack
+// come last.
+struct DecodeWork {
+  int row_tile, kv_head, batch, split, tile;   // tile: (batch, kv_heads, row_tiles)
+
+  HF_DEVICE DecodeWork(const Params& p, const DecodeSchedule& schedule, int block) {
+    row_tile = block % schedule.row_tiles;
+    kv_head = block / schedule.row_tiles % p.kv_heads;
+    batch = block / schedule.row_tiles / p.kv_heads % p.batch;
+    split = block / schedule.row_tiles / p.kv_heads / p.batch;
+    tile = (batch * p.kv_heads + kv_head) * schedule.row_tiles + row_tile;
   }
 };
 
@@ -37,60 +72,90 @@ struct RowTile {
 
   HF_DEVICE RowTile(const Params& p, const DecodeSchedule& schedule, int q_length, int tile)
       : group(p.heads / p.kv_heads), first(tile * schedule.rows), last(min(first + schedule.rows, q_length * group)) {}
+  HF_DEVICE int query(int row) const { return (first + row) / group; }   // row: of the tile
+  HF_DEVICE int head(int row, int kv_head) const { return kv_head * group + (first + row) % group; }
   HF_DEVICE int first_query() const { return first / group; }
   HF_DEVICE int last_query() const { return (last - 1) / group + 1; }
 };
 
-// One block per row of the output: (batch, heads, seq_q). Groups of kHeadDim / 4 threads each add every kParts-th
-// split.
-template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(128) decode_combine_kernel(const Params p, const DecodeSchedule schedule) {
-  constexpr int kColumnThreads = kHeadDim / 4, kParts = 128 / kColumnThreads;
-  HF_DYNAMIC_SHARED(shared);
-  const int query = blockIdx.x % p.seq_q, head = blockIdx.x / p.seq_q % p.heads, batch = blockIdx.x / p.seq_q / p.heads;
-  const Sequence sequence = decode_sequence(p, batch);
-  const int group = p.heads / p.kv_heads;
-  const RowTile tile(p, schedule, sequence.q_length, (query * group + head % group) / schedule.rows);
-  const Mask mask(sequence.q_length, sequence.k_length, p.window_left, p.window_right);
-  const int count = Splits(mask.keys(tile.first_query(), tile.last_query()), p.num_splits).count;
-  if (count == 1) return;   // written already
-
-  const int64_t first = schedule.partial_row(p, batch, head, query);
-  const float* const lse = schedule.partial_lse + first;
-  float maximum = kNegativeInfinity, sum = 0.f;
-  for (int split = threadIdx.x % 32; split < count; split += 32) maximum = fmaxf(maximum, lse[split]);
-  HF_UNROLL
-  for (int i = 16; i; i /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, i));
-  if (maximum == kNegativeInfinity) maximum = 0.f;
-  for (int split = threadIdx.x % 32; split < count; split += 32) sum += exp2_approx(lse[split] - maximum);
-  HF_UNROLL
-  for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-
-  const int column = threadIdx.x % kColumnThreads * 4, part = threadIdx.x / kColumnThreads;
-  float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (part < kParts && column < p.head_dim) {
-#pragma unroll 4
-    for (int split = part; split < count; split += kParts) {
-      const float weight = exp2_approx(lse[split] - maximum);
-      const float4 y =
-          *reinterpret_cast<const float4*>(schedule.partial_out + (first + split) * p.head_dim + column);
-      x = make_float4(fmaf(weight, y.x, x.x), fmaf(weight, y.y, x.y), fmaf(weight, y.z, x.z), fmaf(weight, y.w, x.w));
-    }
-  }
-  float4* const parts = reinterpret_cast<float4*>(shared);   // (128)
-  parts[threadIdx.x] = x;
+// Whether this block is the last of `count` to come here: then what the others wrote before is visible, and the counter
+// is zero again. Every thread calls it; flag: an int of shared memory that nobody else uses meanwhile.
+HF_DEVICE bool is_last_arrival(int32_t* counter, int count, int* flag) {
+  __threadfence();
   __syncthreads();
-  if (part > 0 || column >= p.head_dim) return;
-  HF_UNROLL
-  for (int other = 1; other < kParts; ++other) {
-    const float4 y = parts[other * kColumnThreads + threadIdx.x];
-    x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+  if (threadIdx.x == 0) *flag = atomicAdd(counter, 1) == count - 1;
+  __syncthreads();
+  if (!*flag) return false;
+  if (threadIdx.x == 0) *counter = 0;
+  __threadfence();
+  return true;
+}
+
+// Combines the splits' outputs of one tile of rows. A thread takes 4 columns of a row, over every kParts-th split where
+// rows are few; splits are read kBatch at a time, since each read is a trip to the L2 cache. The order of additions
+// follows from the tile and the count alone. shared: kThreads * 32 bytes, on 16.
+template <class Element, int kHeadDim, int kThreads>
+HF_DEVICE void combine_splits(const Params& p, const DecodeSchedule& schedule, const DecodeWork& work,
+                              const RowTile& tile, int count, char* shared) {
+  constexpr int kColumnThreads = kHeadDim / 4, kBatch = 16;
+  const Sequence queries(p, work.batch);
+  const int items = (tile.last - tile.first) * kColumnThreads, parts = max(1, kThreads / items);
+  float4* const outs = reinterpret_cast<float4*>(shared);                       // (kThreads)
+  float2* const weights = reinterpret_cast<float2*>(shared + kThreads * 16);    // (kThreads): maximum, sum
+  for (int first_item = 0; first_item < items; first_item += kThreads) {
+    const int item = first_item + threadIdx.x % min(items, kThreads), part = threadIdx.x / min(items, kThreads);
+    const int row = item / kColumnThreads, column = item % kColumnThreads * 4;
+    const int query = tile.query(row), head = tile.head(row, work.kv_head);
+    const int64_t first = schedule.partial_row(p, work.batch, head, query);
+    const bool mine = item < items && part < parts && column < p.head_dim;
+
+    float maximum = -3e38f, sum = 0.f;   // finite: a split without keys weighs exp2(-inf) = 0
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    const auto add = [&](float weight, float other_sum, const float4& y) {
+      sum = fmaf(weight, other_sum, sum);
+      x = make_float4(fmaf(weight, y.x, x.x), fmaf(weight, y.y, x.y), fmaf(weight, y.z, x.z), fmaf(weight, y.w, x.w));
+    };
+    const auto raise = [&](float to) {
+      const float factor = exp2_approx(maximum - to);
+      maximum = to;
+      sum *= factor;
+      x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+    };
+    for (int split = part; mine && split < count; split += kBatch * parts) {
+      float lse[kBatch], highest = maximum;
+      float4 y[kBatch];
+      HF_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t from = first + split + i * parts;
+        const bool exists = split + i * parts < count;
+        lse[i] = exists ? __ldcg(schedule.partial_lse + from) : kNegativeInfinity;
+        y[i] = exists ? __ldcg(reinterpret_cast<const float4*>(schedule.partial_out + from * p.head_dim + column))
+                      : make_float4(0.f, 0.f, 0.f, 0.f);
+      }
+      HF_UNROLL
+      for (int i = 0; i < kBatch; ++i) highest = fmaxf(highest, lse[i]);
+      raise(highest);
+      HF_UNROLL
+      for (int i = 0; i < kBatch; ++i) add(exp2_approx(lse[i] - maximum), 1.f, y[i]);
+    }
+    if (parts > 1) {
+      outs[threadIdx.x] = x;
+      weights[threadIdx.x] = make_float2(maximum, sum);
+      __syncthreads();
+      for (int other = 1; mine && part == 0 && other < parts; ++other) {
+        const float2 theirs = weights[other * items + threadIdx.x];
+        raise(fmaxf(maximum, theirs.x));
+        add(exp2_approx(theirs.x - maximum), theirs.y, outs[other * items + threadIdx.x]);
+      }
+    }
+    if (!mine || part > 0) continue;
+    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+    *reinterpret_cast<uint2*>(queries.q_base<Element>(p.out, head) + query * p.out.row_stride + column) =
+        make_uint2(pack<Element>(x.x * inverse, x.y * inverse), pack<Element>(x.z * inverse, x.w * inverse));
+    if (column == 0 && p.lse)
+      p.lse[queries.lse_base(p, work.batch, head) + query] =
+          sum == 0.f ? kNegativeInfinity : (log2f(sum) + maximum) * kLn2;
   }
-  const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-  *reinterpret_cast<uint2*>(sequence.q_base<Element>(p.out, head) + query * p.out.row_stride + column) =
-      make_uint2(pack<Element>(x.x * inverse, x.y * inverse), pack<Element>(x.z * inverse, x.w * inverse));
-  if (column == 0 && p.lse)
-    p.lse[sequence.lse_base(p, batch, head) + query] = sum == 0.f ? kNegativeInfinity : (log2f(sum) + maximum) * kLn2;
 }
 
 }  // namespace hf_flash

@@ -1,6 +1,5 @@
 // Rotary embedding as rows are read (Su et al., arXiv 2104.09864), and the append of new keys and values to a cache.
 #pragma once
-#include "../launch.cuh"
 #include "cache.cuh"
 
 namespace hf_flash {
@@ -33,31 +32,27 @@ HF_DEVICE uint4 rotated_chunk(const Params& p, const Element* row, int column, i
                     pack<Element>(turned[4], turned[5]), pack<Element>(turned[6], turned[7]));
 }
 
-// new_k, new_v (batch, seq_new, kv_heads, head_dim) -> rows used_k + 0 .. seq_new - 1 of the cache, keys turned by the
-// angles of those rows. One thread moves 16 bytes of each. Rows past the cache's capacity are dropped.
-template <class Element> __global__ void __launch_bounds__(256) append_kernel(const Params p) {
-  const int chunks = p.head_dim / 8;
-  const int64_t index = int64_t(blockIdx.x) * 256 + threadIdx.x;
-  const int64_t new_row = index / chunks;            // (batch, seq_new, kv_heads)
-  if (new_row >= int64_t(p.batch) * p.seq_new * p.kv_heads) return;
-  const int column = int(index % chunks) * 8, head = int(new_row % p.kv_heads);
-  const int i = int(new_row / p.kv_heads % p.seq_new), batch = int(new_row / p.kv_heads / p.seq_new);
-  const int row = cached_keys(p, batch) + i;
-  if (row >= p.seq_k) return;
-  const CacheRow at(p, batch, row);
-  const auto source = [&](const Tensor& t) {
-    return static_cast<const Element*>(t.data) + batch * t.batch_stride + i * t.row_stride + head * t.head_stride;
+// Rows `rows` of new_k and new_v (batch, seq_new, kv_heads, head_dim), as far as they exist, of one kv head -> rows
+// used_k + 0 .. seq_new - 1 of the cache, keys turned by the angles of those rows. Rows past the cache's capacity are
+// dropped. The threads of one block call it; blocks that read the same new rows all write them, the same bits, and each
+// reads what it wrote itself.
+template <class Element> HF_DEVICE void append(const Params& p, int batch, int kv_head, Range rows) {
+  const int cached = cached_keys(p, batch), chunks = p.head_dim / 8;
+  const int begin = max(rows.begin, 0), end = min(rows.end, min(p.seq_new, p.seq_k - cached));
+  const auto source = [&](const Tensor& t, int row) {
+    return static_cast<const Element*>(t.data) + batch * t.batch_stride + row * t.row_stride + kv_head * t.head_stride;
   };
-  const auto target = [&](const Tensor& t) {
-    return reinterpret_cast<uint4*>(static_cast<Element*>(t.data) + at.offset(t) + head * t.head_stride + column);
-  };
-  *target(p.k) = rotated_chunk(p, source(p.new_k), column, row);
-  *target(p.v) = *reinterpret_cast<const uint4*>(source(p.new_v) + column);
-}
-
-template <class Element> int append(const Params& p, cudaStream_t stream) {
-  const int64_t threads = int64_t(p.batch) * p.seq_new * p.kv_heads * (p.head_dim / 8);
-  return launch(append_kernel<Element>, (threads + 255) / 256, 256, 0, stream, p);
+  if (begin >= end) return;
+  for (int i = threadIdx.x; i < (end - begin) * chunks; i += blockDim.x) {
+    const int row = begin + i / chunks, column = i % chunks * 8;
+    const CacheRow at(p, batch, cached + row);
+    const auto target = [&](const Tensor& t) {
+      return reinterpret_cast<uint4*>(static_cast<Element*>(t.data) + at.offset(t) + kv_head * t.head_stride + column);
+    };
+    *target(p.k) = rotated_chunk(p, source(p.new_k, row), column, cached + row);
+    *target(p.v) = *reinterpret_cast<const uint4*>(source(p.new_v, row) + column);
+  }
+  __syncthreads();
 }
 
 }  // namespace hf_flash

@@ -5,7 +5,7 @@
 
 Prints the library's path. Compiles what changed, two files at a time; kernels that are not chosen, or not there, answer
 HF_FLASH_UNSUPPORTED. The library needs no GPU and no CUDA driver, only CUDA's headers. It reads
-HF_FLASH_EMULATED_CAPABILITY (90), HF_FLASH_EMULATED_SM_COUNT (4) and HF_FLASH_EMULATED_ORDER (fibers.cpp).
+HF_FLASH_EMULATED_CAPABILITY (90), HF_FLASH_EMULATED_SM_COUNT (4), HF_FLASH_EMULATED_ORDER and _BLOCKS (fibers.cpp).
 """
 
 import argparse

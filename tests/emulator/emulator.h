@@ -189,6 +189,7 @@ inline void __nanosleep(unsigned) { hf_emulator::yield(); }
 [[noreturn]] inline void __trap() { hf_emulator::fail("__trap()"); }
 
 template <class T> T __ldg(const T* p) { return *p; }
+template <class T> T __ldcg(const T* p) { return *p; }
 inline size_t __cvta_generic_to_shared(const void* p) { return hf_emulator::shared_address(p); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }

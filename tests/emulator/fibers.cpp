@@ -1,6 +1,7 @@
 // The scheduler: one fiber per CUDA thread, barriers and warp collectives, and the report of a deadlock.
 // A thread runs until it must wait. HF_FLASH_EMULATED_ORDER varies who runs when, so that a missing barrier shows in
 // some order: 0 ascending (the default), -1 descending, a positive seed at random, and pausing where it need not wait.
+// HF_FLASH_EMULATED_BLOCKS: -1 runs the blocks of a grid from the last to the first.
 #include "state.h"
 
 #include <stdarg.h>
@@ -18,6 +19,9 @@
 #ifndef __x86_64__
 #include <ucontext.h>
 #endif
+
+extern "C" int64_t hf_emulated_launches;
+int64_t hf_emulated_launches = 0;   // kernels launched so far, for tests
 
 namespace hf_emulator {
 
@@ -312,6 +316,9 @@ int run_grid(void (*body)(void*), void* context, int64_t blocks, int threads, si
     fibers[i].thread = {unsigned(i), 0, 0};
     fibers[i].index = i, fibers[i].warp = i / 32, fibers[i].lane = i % 32;
   }
+  ++hf_emulated_launches;
+  const char* const direction = getenv("HF_FLASH_EMULATED_BLOCKS");
+  const bool descending = direction && atoi(direction) < 0;
   const char* const setting = getenv("HF_FLASH_EMULATED_ORDER");
   order_setting = setting ? atoi(setting) : 0;
   generator.seed(order_setting > 0 ? order_setting : 1);
@@ -320,7 +327,7 @@ int run_grid(void (*body)(void*), void* context, int64_t blocks, int threads, si
   warp_collectives.resize((threads + 31) / 32);
   group_collectives.resize((threads + 127) / 128);
   for (int64_t block = 0; block < blocks; ++block) {
-    block_index = {unsigned(block), 0, 0};
+    block_index = {unsigned(descending ? blocks - 1 - block : block), 0, 0};
     memset(arena, 0xff, shared_bytes);                    // NaN in every float type
     memset(arena + shared_bytes, 0x5c, kCanaryBytes);
     current = nullptr;

@@ -1,5 +1,5 @@
-// csrc/mask.cuh, csrc/philox.cuh and csrc/hopper/tile_counter.cuh as host functions for tests/test_index_arithmetic.py.
-#include "hopper/tile_counter.cuh"
+// csrc/mask.cuh, csrc/philox.cuh and csrc/launch_counters.cuh as host functions for tests/test_index_arithmetic.py.
+#include "launch_counters.cuh"
 #include "mask.cuh"
 #include "philox.cuh"
 
@@ -16,12 +16,13 @@ void mask_range(int which, int q_length, int k_length, int left, int right, int 
   range[1] = r.end;
 }
 
-// A fresh set of counters gives these launches, each a stream and whether it is captured, these numbers.
-void tile_counters(int launches, const uint64_t* streams, const uint8_t* captured, int* numbers, int* count) {
-  hopper::TileCounters counters;
+// A fresh set of counters gives these launches, each a stream, whether it is captured, and how many it asks for, these.
+void launch_counters(int launches, const uint64_t* streams, const uint8_t* captured, const int* asked, int* numbers,
+                     int* count) {
+  LaunchCounters<1000, 7, 5000> counters;
   for (int i = 0; i < launches; ++i)
-    numbers[i] = counters.choose(reinterpret_cast<cudaStream_t>(streams[i]), captured[i]);
-  *count = hopper::TileCounters::kCount;
+    numbers[i] = counters.choose(reinterpret_cast<cudaStream_t>(streams[i]), captured[i], asked[i]);
+  *count = counters.kCount;
 }
 
 void philox_words(const uint32_t* key, const uint32_t* counter, uint32_t* words) {
