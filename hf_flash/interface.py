@@ -215,7 +215,8 @@ def _complete(layout, kwargs):
         cu_seqlens, longest = packed_arguments(dict(kwargs))
         position_ids = kwargs.get("position_ids")
         done = layout
-        if cu_seqlens is not None or isinstance(position_ids, torch.Tensor):
+        whole = layout.q_length == layout.kv_length and layout.used is None  # else positions are no packing
+        if cu_seqlens is not None or (whole and isinstance(position_ids, torch.Tensor)):
             done = build_layout(layout.batch, layout.q_length, layout.kv_length, mask=layout.mask, used=layout.used,
                                 position_ids=position_ids, cu_seqlens=cu_seqlens, max_length=longest)  # fmt: skip
         layout.completed = done or Layout(layout.batch, layout.q_length, layout.kv_length)

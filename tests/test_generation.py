@@ -149,3 +149,26 @@ def test_metadata_is_made_once_per_step_and_never_without_padding(name, monkeypa
     with torch.no_grad():
         ours(input_ids=ids, use_cache=True)
     assert not made
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj", "gpt2", "mistral"])
+@pytest.mark.parametrize("kind", ["left", "full"])
+def test_static_cache_steps_compile_once_without_breaks_and_read_the_cache_in_place(name, kind):
+    stock, ours = pair(name)
+    ids, mask = prompt(kind)
+    expected = generate(stock, ids, mask, do_sample=False)
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        return module.forward
+
+    torch._dynamo.reset()
+    compiling = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compiling._compile_all_devices = True
+    for _ in range(2):
+        found = generate(ours, ids, mask, do_sample=False, cache_implementation="static", compile_config=compiling)
+        assert torch.equal(found, expected)
+    assert len(graphs) == 1  # fullgraph: a break would raise; a second graph would be a recompilation
+    assert graphs[0].count("hf_flash.decode.default") == 2  # one a layer, and nothing gathers its keys
+    assert not {"flatten", "index_select"} & {target.split(".")[-1] for target in graphs[0]}
