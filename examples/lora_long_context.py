@@ -6,7 +6,8 @@
 
 Without --model a Llama with random weights: of a billion parameters on a GPU, a tiny one on the CPU. Every length runs
 whole training steps with gradient checkpointing, first doubling until one does not fit, then halving the gap. With
---split-sequences the processes share each sequence, so that a context may exceed what one GPU holds.
+--split-sequences the processes share each sequence, so that a context may exceed what one GPU holds. The patched model
+trains without keeping its logits (keep_logits=False): the loop reads the loss alone.
 """
 
 import argparse
@@ -35,9 +36,10 @@ def arguments(argv=None):
     parser.add_argument("--steps", type=int, default=2, help="training steps per length")
     parser.add_argument("--refine", type=int, default=3 if cuda else 1, help="times to halve the gap")
     parser.add_argument(
-        "--memory-gib", type=float, default=0 if cuda else 0.5, help="count as full; 0: the GPU's memory"
+        "--memory-gib", type=float, default=0 if cuda else 0.15, help="count as full; 0: the GPU's memory"
     )
     parser.add_argument("--step-seconds", type=float, default=180 if cuda else 15, help="give up on slower steps")
+    parser.add_argument("--minutes", type=float, default=30 if cuda else 2, help="shared evenly by the kinds")
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA adapters")
     parser.add_argument("--no-checkpointing", action="store_true")
     parser.add_argument("--split-sequences", action="store_true", help="share each sequence among the processes")
@@ -59,10 +61,11 @@ def load_model(options, kind, device):
             options.model, attn_implementation=attention, dtype=dtype
         )
     else:
-        layers, width, heads, kv_heads = (16, 2048, 16, 8) if torch.cuda.is_available() else (2, 128, 4, 2)
+        large = torch.cuda.is_available()
+        layers, width, heads, kv_heads, words = (16, 2048, 16, 8, 32000) if large else (2, 128, 4, 2, 4096)
         config = transformers.LlamaConfig(
             hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-            intermediate_size=4 * width, vocab_size=common.VOCABULARY, max_position_embeddings=options.limit,
+            intermediate_size=4 * width, vocab_size=words, max_position_embeddings=options.limit,
         )  # fmt: skip
         torch.manual_seed(0)
         with device:
@@ -73,7 +76,7 @@ def load_model(options, kind, device):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.split_sequences:
         hf_flash.split_sequences(model)
-    return hf_flash.patch_model(model) if kind == "patched" else model
+    return hf_flash.patch_model(model, keep_logits=False) if kind == "patched" else model
 
 
 class PeakMemory:
@@ -144,15 +147,17 @@ def prepare(kind, options, accelerator):
 
 def explore(kind, ids, options, bar, accelerator):
     """Measured points of one kind: context -> (fits, peak GiB, tokens/s, loss)."""
-    prepared, points = prepare(kind, options, accelerator), {}
+    prepared, points, late = prepare(kind, options, accelerator), {}, False
+    deadline = time.monotonic() + 60 * options.minutes / len(options.kinds.split(","))
 
     def attempt(context):
-        nonlocal prepared
+        nonlocal prepared, late
         bar.set_description(f"{kind} {context}")
         fits, gib, speed, loss = try_context(*prepared, accelerator, ids, context, options)
+        late = time.monotonic() > deadline
         if accelerator.num_processes > 1:  # what one cannot do all cannot
-            facts = torch.tensor([not fits, gib], device=accelerator.device)
-            failed, gib = accelerator.gather(facts[None]).amax(0).tolist()
+            facts = torch.tensor([not fits, gib, late], device=accelerator.device)
+            failed, gib, late = accelerator.gather(facts[None]).amax(0).tolist()
             fits = not failed
             if failed:  # a backward pass that was cut short leaves DDP and FSDP in the middle of it
                 prepared = accelerator.free_memory()
@@ -166,14 +171,16 @@ def explore(kind, ids, options, bar, accelerator):
     attempt(min(options.start, 128))  # what is allocated once must not count for the first length
     points.clear()
     context = options.start
-    while attempt(context) and context < options.limit:
+    while attempt(context) and context < options.limit and not late:
         context = min(2 * context, options.limit)
     low, high = longest(points), context
     for _ in range(options.refine if low and low < high and not points[high][0] else 0):
         middle = (low + high) // 2 // 64 * 64
-        if middle in (low, high):
+        if late or middle in (low, high):
             break
         low, high = (middle, high) if attempt(middle) else (low, middle)
+    if late:
+        bar.write(f"{kind}: no time for other lengths (--minutes {options.minutes:g})")
     accelerator.free_memory()
     return points
 
