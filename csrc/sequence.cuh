@@ -52,4 +52,12 @@ HF_DEVICE void zero_unowned_rows(const Tensor& t, const int32_t* cu_seqlens, int
           Element(0.f);
 }
 
+// The forward pass's: of out and lse.
+template <class Element> HF_DEVICE void zero_unowned_output(const Params& p) {
+  zero_unowned_rows<Element>(p.out, p.cu_seqlens_q, p.batch, p.total_q, p.heads, p.head_dim);
+  if (p.cu_seqlens_q == nullptr) return;
+  for (int64_t row = int64_t(p.cu_seqlens_q[p.batch]) + blockIdx.x; row < p.total_q; row += gridDim.x)
+    for (int head = threadIdx.x; head < p.heads; head += blockDim.x) p.lse[head * p.lse_head_stride + row] = 0.f;
+}
+
 }  // namespace hf_flash

@@ -5,7 +5,7 @@ import torch
 from . import checks, ops
 
 
-def _rotary(cos, sin, q, k, head_dim, capacity):
+def _rotary(cos, sin, q, k, head_dim, positions):
     if (cos is None) != (sin is None):
         raise ValueError("rotary_cos and rotary_sin: give both or neither")
     if cos is None:
@@ -17,8 +17,11 @@ def _rotary(cos, sin, q, k, head_dim, capacity):
             raise ValueError(f"{name} {tuple(x.shape)} must be (positions, rotary_dim / 2), rotary_dim <= {head_dim}")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}: move it once with .to(q.device)")
-        if x.shape[0] < capacity:
-            raise ValueError(f"{name} has {x.shape[0]} rows: it must have one for each of the cache's {capacity} slots")
+        if x.shape[0] < positions:
+            raise ValueError(
+                f"{name} has {x.shape[0]} rows: it must have {positions}: one for each slot of the cache and query "
+                "beyond the keys that are appended"
+            )
     return cos.to(q.dtype).contiguous(), sin.to(q.dtype).contiguous()
 
 
@@ -87,6 +90,11 @@ def flash_attn_with_kvcache(
             over the keys in use: the last query sees the last key.
         return_softmax_lse: return (out, softmax_lse), softmax_lse (batch, heads, seq_q) fp32.
 
+    What lies on a GPU is not read by the host, which would have to wait for it. Lengths and left padding that a cache
+    cannot have are taken as the nearest that it can, and keys without room are dropped; entries of cache_batch_idx and
+    block_table must name rows and pages that exist. On the CPU all of these raise. Either way a slot that is appended
+    must not be read by another row of the same call.
+
     Returns:
         out like q. There is no gradient.
 
@@ -110,8 +118,10 @@ def flash_attn_with_kvcache(
         if k.shape[2] != k_cache.shape[2]:
             raise ValueError(f"k {tuple(k.shape)} has other kv_heads than k_cache {tuple(k_cache.shape)}")
     capacity = _capacity(k_cache, block_table)
-    rotary_cos, rotary_sin = _rotary(rotary_cos, rotary_sin, q, k, head_dim, capacity)
     left, right = checks.window(window_size, causal)
+    own = (left >= 0 or right >= 0) and k is not None
+    positions = capacity + (max(0, q.shape[1] - k.shape[1]) if own else 0)
+    rotary_cos, rotary_sin = _rotary(rotary_cos, rotary_sin, q, k, head_dim, positions)
     _, softcap, scale = checks.scalars(0.0, softcap, softmax_scale, head_dim)
     num_splits = checks.integer(num_splits, "num_splits", "how many parts, 0 to choose by the length")
     cache_seqlens = _lengths(cache_seqlens, q, k, capacity)

@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_co
     mbarrier_init(&s.keys_loaded_soon, 1);
     fence_mbarrier_init();
   }
-  zero_unowned_rows<typename C::Element>(a.p.out, a.p.cu_seqlens_q, a.p.batch, a.p.total_q, a.p.heads, a.p.head_dim);
+  zero_unowned_output<typename C::Element>(a.p);
   __syncthreads();
   if (group == 0) {
     registers_shrink<C::kProducerRegisters>();

@@ -124,11 +124,12 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
   // q, rotated. Without a causal or local mask all queries share one position.
   char* const shared_q = shared + Config::kQueryOffset;
   const bool own_positions = p.window_left >= 0 || p.window_right >= 0;
+  const int last_position = p.seq_k - 1 + (own_positions ? max(0, p.seq_q - p.seq_new) : 0);   // that has angles
   for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks, query = tile.query(row), head = tile.head(row, kv_head);
     uint4 x = make_uint4(0, 0, 0, 0);
     if (tile.first + row < tile.last && chunk * 8 < p.head_dim) {
-      const int64_t position = p.rotary_cos ? cached_keys(p, batch) + (own_positions ? query : 0) : 0;
+      const int position = min(cached_keys(p, batch) + (own_positions ? query : 0), last_position);
       x = rotated_chunk(p, sequence.q_base<const Element>(p.q, head) + query * p.q.row_stride, chunk * 8, position);
     }
     *reinterpret_cast<uint4*>(shared_q + Layout::chunk_offset(row, chunk)) = x;

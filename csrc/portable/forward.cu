@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, For
 
   const ForwardWork work(p, schedule, blockIdx.x, kBlockM);
   const int batch = work.batch, head = work.head, first_row = work.first_row;
-  zero_unowned_rows<Element>(p.out, p.cu_seqlens_q, p.batch, p.total_q, p.heads, p.head_dim);
+  zero_unowned_output<Element>(p);
   const Sequence sequence(p, batch);
   if (first_row >= sequence.q_length) return;
 
