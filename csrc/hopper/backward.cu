@@ -84,7 +84,7 @@ int run(BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>, const
   using Config = BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>;
   BackwardArguments a;
   fill<Config>(a, p);
-  // Ascending key tiles are longest first under a causal mask, and what deterministic sums wait for.
+  // Key tiles in ascending order are longest first under a causal mask; deterministic, the kernel turns them round.
   if (!p.cu_seqlens_k && (p.window_right >= 0 || p.deterministic))
     a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 8 * (p.heads / p.kv_heads));
   int error = make_maps<Config>(a, kQueries);

@@ -56,10 +56,9 @@ struct BackwardArguments {
 
 // What one block does.
 struct BackwardWork {
-  int key_tile, kv_head, batch;
+  int kv_head, batch, first_key;
   int group, first_head;                    // query heads of this key/value head
   int first_tile, last_tile;                // of queries
-  int first_key, first_seen_key;            // query i sees no key before i + first_seen_key
   RowCoordinates q_rows, k_rows;
   int64_t statistics_tile;                  // number of the first head's first tile; heads are queries.tiles apart
 };
@@ -125,9 +124,10 @@ HF_DEVICE void bring_statistics(const BackwardArguments& a, const BackwardWork& 
 }
 
 // One warp adds the part of dq that one consumer warpgroup computes to the fp32 buffer. Deterministic: key tiles in
-// ascending order, each when its predecessor's sum is in memory.
+// descending order, each when its predecessor's sum is in memory.
 template <class Config>
-HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s, int warpgroup) {
+HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, const Mask& mask, BackwardShared<Config>& s,
+                      int warpgroup) {
   using Split = DqSplit<Config>;
   constexpr int kQueries = Config::kQueries;
   const bool elected = threadIdx.x % 32 == 0, wanted = a.workspace.dq != nullptr;
@@ -149,7 +149,8 @@ HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, Backwar
       if (elected && wanted) {
         if (a.workspace.turns) {
           owed = a.workspace.turns + 2 * index + warpgroup;
-          turn_await(owed, w.key_tile - max(0, tile * kQueries + w.first_seen_key) / Config::kKeys);
+          const int seen = mask.keys(min((tile + 1) * kQueries, mask.q_length) - 1).end - w.first_key;
+          turn_await(owed, ceil_div(seen, Config::kKeys) - 1);   // so many later tiles of keys are seen
         }
         float* const target = a.workspace.dq + index * (kQueries * Config::kHeadDim) + warpgroup * Split::kFloats0;
         bulk_reduce_add(target, source, bytes);
@@ -359,15 +360,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   const TilePlace place = a.keys.place(blockIdx.x);
   const Sequence sequence(a.p, place.batch);
   const Mask mask(sequence.q_length, sequence.k_length, a.p.window_left, a.p.window_right);
+  const int key_tiles = ceil_div(sequence.k_length, Config::kKeys);
+  if (place.tile >= key_tiles) return;
   BackwardWork w;
-  w.key_tile = place.tile, w.kv_head = place.head, w.batch = place.batch;
-  w.first_key = place.tile * Config::kKeys;
-  if (w.first_key >= sequence.k_length) return;
+  w.kv_head = place.head, w.batch = place.batch;
+  // A deterministic sum starts with the last key tile. Blocks then wait only for such as started before them, and under
+  // a causal mask, where that tile is the one on the diagonal, they hardly wait at all.
+  w.first_key = (a.workspace.turns ? key_tiles - 1 - place.tile : place.tile) * Config::kKeys;
   const Range queries = mask.queries(w.first_key, w.first_key + Config::kKeys);
   w.group = a.p.heads / a.p.kv_heads, w.first_head = w.kv_head * w.group;
   w.first_tile = uniform(queries.empty() ? 0 : queries.begin / Config::kQueries);
   w.last_tile = uniform(queries.empty() ? 0 : ceil_div(queries.end, Config::kQueries));
-  w.first_seen_key = mask.left < 0 ? -(1 << 30) : int(max(int64_t(mask.diagonal) - mask.left, int64_t(-(1 << 30))));
   w.q_rows = a.q_layout.sequence(w.batch, sequence.q_row, sequence.q_length);
   w.k_rows = a.k_layout.sequence(w.batch, sequence.k_row, sequence.k_length);
   w.statistics_tile = a.queries.first_tile(w.batch, w.first_head);
@@ -393,7 +396,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   } else {
     registers_shrink<Config::kProducerRegisters>();
     if (threadIdx.x == 0) load_queries<Config>(a, w, s);
-    if (warp == 1 || warp == 2) add_dq<Config>(a, w, s, warp - 1);
+    if (warp == 1 || warp == 2) add_dq<Config>(a, w, mask, s, warp - 1);
     if (warp == 3) bring_statistics<Config>(a, w, s);
   }
 }
