@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from record import COUNTS, RESULTS, ROOT, find_record, load, source_hash  # noqa: E402
 
 NOT_RECORDED = "Not yet recorded.\n"
+PARTS = ("record:facts", "record:attention", "record:decode", "record:models", "record:gpus")
+CASE = ("model", "task", "batch", "seq", "fill")
 
 
 def fill(text, name, content):
@@ -97,28 +99,58 @@ def context_line(row):
     return f"Longest context that trains ({row['model']}, LoRA, gradient checkpointing): {', '.join(words)}.\n"
 
 
+def model_cell(row, name):
+    """Speed and peak memory of one contender."""
+    value, memory = row.get("tokens_per_s", {}).get(name), row.get("peak_gib", {})
+    if value is None:
+        return row.get("errors", {}).get(name, "–")
+    words = [f"{value / 1000:,.1f} ktok/s"]
+    if row["task"] == "generate":
+        words = [f"{row['prefill_ms'][name]:,.0f} / {row['step_ms'][name]:,.1f} ms"]
+    return ", ".join(words + ([f"{memory[name]:.0f} GiB"] if name in memory else []))
+
+
+def model_row(row, contenders):
+    """Size, contenders and the ratio of ours to the best of the others."""
+    speed = row.get("tokens_per_s", {})
+    stock = [speed[name] for name in contenders[1:] if speed.get(name)]
+    ratio = speed["hf_flash"] / max(stock) if stock and speed.get("hf_flash") else None
+    size = f"{row['batch']} × {row['seq']}, " + ("full" if row["fill"] == 1 else f"fill {row['fill']}")
+    return [size, *(model_cell(row, name) for name in contenders), figure(ratio, 2)]
+
+
 def models_table(rows):
-    lines = []
+    rows = [row for row in rows if "gpus" not in row]
     sentences = [context_line(row) for row in rows if "longest" in row]
+    lines = []
     for row in (row for row in rows if "longest" not in row):
-        speed, memory = row.get("tokens_per_s", {}), row.get("peak_gib", {})
-
-        def cell(name, speed=speed, memory=memory, row=row):
-            value = speed.get(name)
-            if value is None:
-                return row.get("errors", {}).get(name, "–")
-            words = [f"{value / 1000:,.1f} ktok/s"]
-            if row["task"] == "generate":
-                words = [f"{row['prefill_ms'][name]:,.0f} / {row['step_ms'][name]:,.1f} ms"]
-            return ", ".join(words + ([f"{memory[name]:.0f} GiB"] if name in memory else []))
-
-        stock = [speed[name] for name in ("sdpa", "eager") if speed.get(name)]
-        ratio = speed["hf_flash"] / max(stock) if stock and speed.get("hf_flash") else None
-        size = f"{row['batch']} × {row['seq']}, " + ("full" if row["fill"] == 1 else f"fill {row['fill']}")
         name = row["model"] + (f" + {row['with']}" if row.get("with") else "")
-        lines.append([name, row["task"], size, *map(cell, ("hf_flash", "sdpa", "eager")), figure(ratio, 2)])
+        lines.append([name, row["task"], *model_row(row, ("hf_flash", "sdpa", "eager"))])
     table = markdown(["model", "task", "batch × tokens", "patched", "stock sdpa", "stock eager", "ratio"], lines)
     return "\n\n".join([table, *sentences])
+
+
+def gpus_table(rows):
+    """Rows of benchmarks/multi_gpu.py: each way of sharing beside one GPU, memory for each GPU."""
+    lines, sentences = [], []
+    for row in (row for row in rows if "gpus" in row):
+        how = "one GPU" if row["sharing"] == "one" else f"{row['gpus']} GPUs, {row['sharing']}"
+        if "longest" in row:
+            sentences.append(f"Longest context that trains ({row['model']}, LoRA, {how}): "
+                             f"{row['longest']['hf_flash']:,} tokens.")  # fmt: skip
+        if "gradients" in row:
+            apart = row["gradients"]
+            sentences.append(
+                f"Gradients of {row['batch']} × {row['seq']} tokens, {how}, differ from one GPU's by "
+                f"{apart['shared']:.1%} of their norm; stock sdpa's on one GPU by {apart['sdpa']:.1%}."
+            )
+        if "tokens_per_s" in row or "errors" in row:
+            ones = (r for r in rows if r.get("sharing") == "one" and all(r[name] == row[name] for name in CASE))
+            ours, theirs = (r.get("losses", {}).get("hf_flash", ()) for r in (row, next(ones, {})))
+            apart = max((abs(a - b) for a, b in zip(ours, theirs)), default=None)
+            lines.append([row["model"], how, *model_row(row, ("hf_flash", "sdpa")), figure(apart, 4)])
+    header = ["model", "training on", "batch × tokens", "patched", "stock sdpa", "ratio", "losses apart from one GPU's"]
+    return "\n\n".join([markdown(header, lines), *sentences])
 
 
 def features_table(adapters):
@@ -141,7 +173,7 @@ def adapters():
 def readme_parts(record, stale, plots):
     """Name of each marked part of README -> its text."""
     if record is None:
-        return dict.fromkeys(("record:facts", "record:attention", "record:decode", "record:models"), NOT_RECORDED)
+        return dict.fromkeys(PARTS, NOT_RECORDED)
     tests = record.get("tests") or {}
     facts = [f"{record['gpu']}, torch {record['torch']}, transformers {record['transformers']}, {record['date']}"]
     facts += ["**stale: the sources changed since**"] if stale else []
@@ -161,7 +193,9 @@ def readme_parts(record, stale, plots):
             sections.append(f"{which.capitalize()}, TFLOP/s:\n\n{image}{attention_table(attention, which)}")
     parts["record:attention"] = "\n".join(sections) or NOT_RECORDED
     parts["record:decode"] = decode_table(record["decode"]) if record.get("decode") else NOT_RECORDED
-    parts["record:models"] = models_table(record["models"]) if record.get("models") else NOT_RECORDED
+    models = record.get("models", [])
+    parts["record:models"] = models_table(models) if any("gpus" not in row for row in models) else NOT_RECORDED
+    parts["record:gpus"] = gpus_table(models) if any("gpus" in row for row in models) else NOT_RECORDED
     return parts
 
 

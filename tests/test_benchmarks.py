@@ -1,6 +1,7 @@
 """The benchmarks: FLOPs, contenders that are right before they are timed, turns, and processes that crash."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -132,6 +133,50 @@ def test_the_models_benchmark_runs_small_on_the_cpu(tmp_path):
     assert models.main([*arguments.split(), str(tmp_path)]) == 0
     losses = record.load(tmp_path / "cpu.json")["models"][-1]["losses"]
     assert losses["hf_flash"] == pytest.approx(losses["sdpa"], abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would share one GPU")
+def test_the_multi_gpu_benchmark_runs_small_in_two_cpu_processes(tmp_path, capfd):
+    import multi_gpu
+
+    arguments = "--device cpu --steps 1 --cells sequences/gradients,sequences/train --output"
+    assert multi_gpu.main([*arguments.split(), str(tmp_path)]) == 0
+    (row,) = record.load(tmp_path / "cpu.json")["models"]
+    assert (row["gpus"], row["sharing"]) == (2, "sequences") and row["tokens_per_s"]["hf_flash"] > 0
+    assert row["gradients"]["shared"] < 3 * row["gradients"]["sdpa"]
+    assert "2 sequences" in capfd.readouterr().out
+
+
+def test_a_cell_that_fails_or_hangs_costs_itself_alone(tmp_path, monkeypatch, capsys):
+    """Processes that only pretend: the first cell ends well, the second fails, the third hangs, the fourth is done."""
+    import multi_gpu
+
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, sys, time\njournal = open(sys.argv[1], 'a')\n"
+        "def say(**entry): print(json.dumps(entry), file=journal, flush=True)\n"
+        "for name, fate in (word.split('=') for word in sys.argv[2:]):\n"
+        "    say(begun=name)\n"
+        "    if fate == 'fails':\n        say(failed=name, reason='out of memory')\n        sys.exit(1)\n"
+        "    if fate == 'hangs':\n        time.sleep(60)\n"
+        "    say(done=name)\n"
+    )
+    cells = [cell for cell in multi_gpu.CELLS if cell.sharing == "one"][:4]
+    fates = dict(zip((cell.name for cell in cells), ("ends", "fails", "hangs", "ends")))
+
+    def launch(sharing, left, options, journal):
+        words = [f"{cell.name}={fates[cell.name]}" for cell in left]
+        return subprocess.Popen([sys.executable, script, journal, *words], start_new_session=True)
+
+    monkeypatch.setattr(multi_gpu, "launch", launch)
+    monkeypatch.setattr(multi_gpu, "CELLS", cells)
+    arguments = ["--device", "cpu", "--seconds", "1.5", "--output", str(tmp_path)]
+    monkeypatch.setattr(multi_gpu, "shrunk", lambda row: row)
+    assert multi_gpu.main(arguments) == 1
+    errors = [row["errors"] for row in record.load(tmp_path / "cpu.json")["models"]]
+    assert errors == [{"sdpa": "out of memory"}, {"hf_flash": "not done within 1.5 s"}]
+    assert f"not measured: {cells[1].name}, {cells[2].name}" in capsys.readouterr().out
 
 
 def test_modes_are_put_beside_their_like():

@@ -172,6 +172,27 @@ def test_the_tables_show_ratios_against_the_best_peer(full):
     assert "200 / 8.0 ms | 510 / 20.0 ms | – | 2.50 |" in models
 
 
+def test_several_gpus_stand_beside_one_and_apart_from_the_other_models(full):
+    case = {"model": "llama-1b", "task": "train", "batch": 8, "seq": 4096, "fill": 0.6}
+    speed = {"tokens_per_s": {"hf_flash": 60000.0, "sdpa": 30000.0}, "peak_gib": {"hf_flash": 20.0, "sdpa": 36.0}}
+    rows = [
+        {**case, "gpus": 1, "sharing": "one", **speed, "losses": {"hf_flash": [5.0, 4.0]}},
+        {**case, "gpus": 2, "sharing": "fsdp2", **speed, "losses": {"hf_flash": [5.001, 3.998]}},
+        {**case, "gpus": 2, "sharing": "ddp", "errors": {"hf_flash": "not done within 60 s"}},
+        {**case, "gpus": 2, "sharing": "sequences", "gradients": {"shared": 0.004, "sdpa": 0.005}},
+        {**case, "gpus": 2, "sharing": "sequences", "longest": {"hf_flash": 98304}},
+    ]
+    table = readme_tables.gpus_table(rows + full["models"])
+    assert (
+        "| llama-1b | 2 GPUs, fsdp2 | 8 × 4096, fill 0.6 | 60.0 ktok/s, 20 GiB | 30.0 ktok/s, 36 GiB | 2.00 | 0.0020 |"
+        in table
+    )
+    assert "| 2 GPUs, ddp | 8 × 4096, fill 0.6 | not done within 60 s | – | – | – |" in table
+    assert "differ from one GPU's by 0.4% of their norm; stock sdpa's on one GPU by 0.5%." in table
+    assert "(llama-1b, LoRA, 2 GPUs, sequences): 98,304 tokens." in table
+    assert readme_tables.models_table(rows + full["models"]) == readme_tables.models_table(full["models"])
+
+
 def test_the_sentences_below_a_table_say_what_it_has_no_column_for():
     tflops = {"hf_flash": 600.0, "hf_flash_portable": 270.0, "hf_flash_deterministic": 500.0, "fa2": 300.0}
     rows = [{**attention_row(16384, "backward", **tflops), "causal": causal, "of_matmul": 0.75} for causal in (0, 1)]
@@ -183,11 +204,11 @@ def test_the_sentences_below_a_table_say_what_it_has_no_column_for():
 
 def test_readme_is_written_from_the_record(tmp_path, full, monkeypatch):
     readme = tmp_path / "README.md"
-    marks = ("record:facts", "record:attention", "record:decode", "record:models", "adapters")
+    marks = (*readme_tables.PARTS, "adapters")
     readme.write_text("top\n" + "".join(f"<!-- {mark} -->\nold\n<!-- /{mark} -->\n" for mark in marks) + "end\n")
     monkeypatch.setattr(readme_tables, "draw_plots", lambda *_: {})
     readme_tables.write_readme(None, readme)
-    assert readme.read_text().count("Not yet recorded.") == 4 and "old" not in readme.read_text()
+    assert readme.read_text().count("Not yet recorded.") == 5 and "old" not in readme.read_text()
     record.save(full, tmp_path / "h200.json")
     readme_tables.write_readme(tmp_path / "h200.json", readme)
     text = readme.read_text()
