@@ -37,6 +37,11 @@ _BACKENDS = {
 }
 
 
+def pytest_configure():
+    if "HF_FLASH_LIBRARY" in os.environ and not library.available():  # else the CPU would pass in its place
+        raise pytest.UsageError(f"HF_FLASH_LIBRARY: {library.status().reason}")
+
+
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         names = ["emulated"] if library.emulated() else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
