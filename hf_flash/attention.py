@@ -269,8 +269,6 @@ def _varlen(
         packing, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, used_k, None, block_table, dropout_p,
         scale, left, right, softcap, alibi_slopes, deterministic, wants_lse,
     )  # fmt: skip
-    if wants_lse and uses_kernels(q):  # which leave the statistics of rows that no sequence owns unwritten
-        lse = lse.masked_fill(torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[-1], 0.0)
     return checks.returned(out, lse, return_attn_probs, return_lse)
 
 
