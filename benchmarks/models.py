@@ -229,6 +229,8 @@ def longest_context(modes, arguments, tiny):
         row.setdefault("longest", {})[mode] = best
         if best:
             row.setdefault("peak_gib", {})[mode] = round(points[best][1], 2)
+        line = [[context, round(gib, 3), round(speed, 1)] for context, (fits, gib, speed, _) in points.items() if fits]
+        row.setdefault("contexts", {})[mode] = sorted(line)
     return row
 
 

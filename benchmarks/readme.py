@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "examples")]
+import common  # noqa: E402
 from record import COUNTS, RESULTS, ROOT, find_record, load, source_hash  # noqa: E402
 
 NOT_RECORDED = "Not yet recorded.\n"
@@ -119,7 +120,7 @@ def model_row(row, contenders):
     return [size, *(model_cell(row, name) for name in contenders), figure(ratio, 2)]
 
 
-def models_table(rows):
+def models_table(rows, plots=()):
     rows = [row for row in rows if "gpus" not in row]
     sentences = [context_line(row) for row in rows if "longest" in row]
     lines = []
@@ -127,7 +128,8 @@ def models_table(rows):
         name = row["model"] + (f" + {row['with']}" if row.get("with") else "")
         lines.append([name, row["task"], *model_row(row, ("hf_flash", "sdpa", "eager"))])
     table = markdown(["model", "task", "batch × tokens", "patched", "stock sdpa", "stock eager", "ratio"], lines)
-    return "\n\n".join([table, *sentences])
+    images = [f"![memory and speed against context]({plots['contexts']})"] if "contexts" in plots else []
+    return "\n\n".join([table, *sentences, *images])
 
 
 def gpus_table(rows):
@@ -194,7 +196,7 @@ def readme_parts(record, stale, plots):
     parts["record:attention"] = "\n".join(sections) or NOT_RECORDED
     parts["record:decode"] = decode_table(record["decode"]) if record.get("decode") else NOT_RECORDED
     models = record.get("models", [])
-    parts["record:models"] = models_table(models) if any("gpus" not in row for row in models) else NOT_RECORDED
+    parts["record:models"] = models_table(models, plots) if any("gpus" not in row for row in models) else NOT_RECORDED
     parts["record:gpus"] = gpus_table(models) if any("gpus" in row for row in models) else NOT_RECORDED
     return parts
 
@@ -215,6 +217,12 @@ def draw_plots(record, folder):
             path = Path(folder) / f"{which}.png"
             bench.draw(rows, path, f"{record['gpu']}, bf16, torch {record['torch']}")
             plots[which] = os.path.relpath(path, ROOT)
+    for row in (row for row in record.get("models", []) if row.get("contexts")):
+        names = {kind: "patched" if kind == "hf_flash" else f"stock {kind}" for kind in row["contexts"]}
+        lines = {names[kind]: line for kind, line in row["contexts"].items()}
+        title = f"{row['model']}, LoRA, gradient checkpointing, {record['gpu']}"
+        common.draw_contexts(lines, Path(folder) / "contexts.png", title)
+        plots["contexts"] = os.path.relpath(Path(folder) / "contexts.png", ROOT)
     return plots
 
 

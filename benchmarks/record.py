@@ -28,7 +28,7 @@ SOURCES = {"csrc": (".cu", ".cuh", ".h", ".inc"), "hf_flash": (".py",)}
 COUNTS = ("passed", "failed", "skipped", "unfinished")
 SECTIONS = ("attention", "decode", "models")
 MEASURED = {"tflops", "us", "tb_s", "errors", "tokens_per_s", "peak_gib", "prefill_ms", "step_ms", "losses", "run"}
-MEASURED |= {"model_tflops", "longest", "gradients", "of_matmul"}
+MEASURED |= {"model_tflops", "longest", "contexts", "gradients", "of_matmul"}
 
 
 def source_hash(root=ROOT):

@@ -109,5 +109,27 @@ def print_table(title, header, lines):
         print("  " + line[0].ljust(widths[0]) + "".join(c.rjust(w + 3) for c, w in zip(line[1:], widths[1:])))
 
 
+def draw_contexts(results, path, title=""):
+    """Peak memory and speed against context: kind -> [(tokens, peak GiB, tokens/s)], drawn into a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    for column, (axis, label) in enumerate(zip(axes, ("peak GiB", "tokens/s")), start=1):
+        for kind, points in results.items():
+            axis.plot([p[0] for p in sorted(points)], [p[column] for p in sorted(points)], marker="o", label=kind)
+        axis.set(xlabel="context, tokens", ylabel=label)
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def gib(value):
     return "-" if value is None else f"{value:.2f}"

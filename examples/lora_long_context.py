@@ -189,28 +189,6 @@ def longest(points):
     return max((context for context, point in points.items() if point[0]), default=0)
 
 
-def draw(results, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(9, 3.6))
-    for kind, points in results.items():
-        for axis, column in ((memory, 1), (speed, 2)):
-            line = sorted((context, point[column]) for context, point in points.items() if point[0])
-            axis.plot(*zip(*line), marker="o", label=kind) if line else None
-    for axis, label in ((memory, "peak GiB"), (speed, "tokens/s")):
-        axis.set(xlabel="context, tokens", ylabel=label)
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    memory.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main(argv=None):
     options = arguments(argv)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
@@ -233,7 +211,9 @@ def main(argv=None):
         ["", "tokens", "peak GiB", "tokens/s", "loss"], lines,
     )  # fmt: skip
     if options.plot:
-        draw(results, options.plot)
+        lines = {kind: [(n, gib, speed) for n, (fits, gib, speed, _) in points.items() if fits]
+                 for kind, points in results.items()}  # fmt: skip
+        common.draw_contexts(lines, options.plot)
         print(f"  plot: {options.plot}")
     return results
 
