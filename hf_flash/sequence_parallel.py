@@ -43,7 +43,6 @@ def split_sequences(model, group=None):
     """
     if not dist.is_initialized():
         raise RuntimeError("there are no processes to share sequences: start them with accelerate launch or torchrun")
-    patching.patch_model(model)
     group = dist.group.WORLD if group is None else group
     tops = patching._transformers_models(model)
     for top in tops:
@@ -56,6 +55,8 @@ def split_sequences(model, group=None):
                 f"{heads} query and {kv_heads} key/value heads cannot be shared by {size} processes: choose a group "
                 "whose size divides the query heads, and divides the key/value heads or is a multiple of them"
             )
+    if not tops or any(patching.PATCH not in top.__dict__ for top in tops):
+        patching.patch_model(model)
     for top in tops:
         getattr(top, forward.STATE).split = Split(group)
     return model

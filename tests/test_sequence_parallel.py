@@ -1,6 +1,6 @@
 """Sequences split over two processes: loss, gradients and logits are those of one process.
 
-Each check below runs in two processes (this file as a program, over gloo) and is a test by its name.
+Each check below runs in two processes, over gloo: this file as a program.
 """
 
 import json
@@ -93,6 +93,15 @@ def loss_and_gradients_equal_one_process():
 
 
 @check
+def logits_may_be_left_out():
+    whole = hf_flash.patch_model(make("llama")).train()
+    split = hf_flash.split_sequences(hf_flash.patch_model(make("llama"), keep_logits=False)).train()
+    for batch in list(batches())[:2]:
+        assert split(**batch).logits is None
+        assert_equal_to_one_process(split, whole, batch)
+
+
+@check
 def a_window_reaches_into_the_other_share():
     whole, split = hf_flash.patch_model(make("mistral-window")), hf_flash.split_sequences(make("mistral-window"))
     for batch in list(batches())[:2]:
@@ -159,8 +168,12 @@ def what_cannot_be_split_is_refused():
     for name, changes in (("llama", {"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 144}),):
         with pytest.raises(ValueError, match="9 query and 3 key/value heads cannot be shared by 2"):
             hf_flash.split_sequences(make(name, **changes))
+    bert = make("bert")
     with pytest.raises(NotImplementedError, match="not for BertForMaskedLM"):
-        hf_flash.split_sequences(make("bert"))
+        hf_flash.split_sequences(bert)
+    assert not hf_flash.report(bert).patched
+    with pytest.raises(TypeError, match="no transformers model"):
+        hf_flash.split_sequences(torch.nn.Linear(1, 1))
     split, ids = hf_flash.split_sequences(make("llama")), tokens(3, 12, seed=0)
     for given, reason in (
         ({"attention_mask": mask_of("right"), "labels": ids}, "padding carries labels"),
@@ -183,20 +196,16 @@ def test_without_processes_the_error_names_the_launcher():
         hf_flash.split_sequences(make("llama"))
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
+def test_every_check_passes_in_two_processes(tmp_path):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environ.pop("HF_FLASH_LIBRARY", None)
-    processes = [subprocess.Popen([sys.executable, __file__, str(rank), folder], env=environ) for rank in range(2)]
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), tmp_path], env=environ) for rank in range(2)]
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_in_two_processes(name, outcomes):
-    for outcome in outcomes:
-        assert outcome[name] is None, outcome[name]
+    for rank in range(2):
+        outcomes = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert outcomes.keys() == CHECKS.keys()
+        failed = {name: trace for name, trace in outcomes.items() if trace is not None}
+        assert not failed, "\n".join([f"failed in process {rank}: {', '.join(failed)}", *failed.values()])
 
 
 def run_checks(rank, folder):
