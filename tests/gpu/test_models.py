@@ -122,38 +122,3 @@ def test_the_host_waits_once_for_a_forward_at_most_and_never_for_a_layer(kind):
         counts.append(waits(ours, **given))
         assert counts[-1] <= waits(stock, **given) + (kind is not None)
     assert counts[0] == counts[1]
-
-
-def spread(module, devices, prefix=""):
-    """A device map: layers in turn over the devices, the rest on the first."""
-    for name, child in module.named_children():
-        if isinstance(child, torch.nn.ModuleList):
-            yield from ((f"{prefix}{name}.{i}", devices[i % len(devices)]) for i in range(len(child)))
-        elif any(isinstance(inner, torch.nn.ModuleList) for inner in child.modules()):
-            yield from spread(child, devices, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", devices[0]
-
-
-@pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gptj", "gpt2", "bert"])
-def test_a_model_spread_over_two_gpus(name, patch_first):
-    """Row 53: as a device map leaves it, patched before or after."""
-    accelerate = pytest.importorskip("accelerate")
-    devices = ["cuda:0", "cuda:1"]
-    if torch.cuda.device_count() < len(set(devices)):
-        pytest.skip("needs two GPUs")
-    mask = mask_of("left").cuda()
-    given, model = {"input_ids": tokens().cuda(), "attention_mask": mask}, make(name).to(BF16)
-    if patch_first:
-        hf_flash.patch_model(model)
-    places = dict(spread(model, devices))
-    assert set(places.values()) == set(devices)
-    accelerate.dispatch_model(model, places, main_device=devices[0], force_hooks=True)
-    if not patch_first:
-        hf_flash.patch_model(model)
-    with torch.no_grad():
-        expected = hidden_of(hf_flash.patch_model(make(name).to("cuda", BF16))(**given)).float()
-        found = hidden_of(model(**given)).to(expected.device).float()
-    assert (hf_flash.report(model).fused_calls, hf_flash.report(model).stock_calls) == (2, 0)
-    assert_rows_close(found, expected, mask, tolerance=1e-2)
