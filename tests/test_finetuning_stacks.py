@@ -345,7 +345,8 @@ def test_compiled_in_one_graph_forward_and_backward(name):
 # ---- what is counted -------------------------------------------------------------------------------------------------
 
 
-WITHOUT_READS = ("attention", "forward", "interface", "kvcache", "layout", "ops", "padding", "wholemodel")
+WITHOUT_READS = ("attention", "forward", "interface", "kvcache", "layout", "loss", "ops", "padding",
+                 "wholemodel")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -372,15 +373,19 @@ def host_reads():
             setattr(torch.Tensor, name, originals[name])
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["right", "left", "holes", "packed", None])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_at_most_one_host_read_for_a_forward(name, kind):
-    model = hf_flash.patch_model(make(name))
+def test_at_most_one_host_read_for_a_forward(name, kind, training):
+    """In training labels come along: whether padding has any is read together with the layout."""
+    model = hf_flash.patch_model(make(name)).train(training)
     given = {"input_ids": tokens()}
     if kind == "packed":
         given["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]]).expand(3, -1)
     elif kind is not None:
         given["attention_mask"] = mask_of(kind)
+    if training:
+        given["labels"] = batch_of(name, kind if "attention_mask" in given else "full")["labels"]
     with host_reads() as reads:
         model(**given)
     assert reads == ([] if kind is None else ["tolist"])
