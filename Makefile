@@ -68,8 +68,8 @@ $(VENV)-%/ready: pyproject.toml
 .PRECIOUS: $(VENV)-%/ready
 
 test: lint kernels
-	$(MAKE) test-older
-	$(MAKE) test-cpu
+	@$(MAKE) --no-print-directory test-older
+	@$(MAKE) --no-print-directory test-cpu
 
 gpu: kernels
 	$(PY) benchmarks/record.py suite --output $(RESULTS)

@@ -94,7 +94,7 @@ def test_one_wheel_serves_every_python(bare_wheel):
     assert re.fullmatch(r"hf_flash-[\d.]+-py3-none-linux_\w+\.whl", bare_wheel[0].name)
 
 
-def test_the_installed_wheel_works_without_kernels(bare_wheel, tmp_path):
+def test_the_installed_wheel_works_without_kernels_and_transformers(bare_wheel, tmp_path):
     zipfile.ZipFile(bare_wheel[0]).extractall(tmp_path)
     code = (
         "import torch, hf_flash, hf_flash.patches; from hf_flash import library\n"
@@ -103,7 +103,7 @@ def test_the_installed_wheel_works_without_kernels(bare_wheel, tmp_path):
     )
     # -S -E keeps an editable installation's finder out; the environment's packages are put back by hand.
     packages = [path for path in sys.path if path.endswith("site-packages")]
-    header = f"import sys; sys.path += {json.dumps(packages)}\n"
+    header = f"import sys; sys.path += {json.dumps(packages)}; sys.modules['transformers'] = None\n"
     done = run(header + code, tmp_path, ("-S",))
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) in done.stdout and "(1, 5, 2, 8)" in done.stdout and "nvcc" in done.stdout
@@ -161,16 +161,3 @@ def test_the_library_includes_nothing_of_torch_so_that_none_of_its_versions_can_
     }
     assert "hf_flash.h" in {Path(name).name for name in included}
     assert not [name for name in included if name.split("/")[0].lower() in ("torch", "aten", "c10", "pybind11")]
-
-
-def test_a_corrupt_library_does_not_break_the_import(tmp_path):
-    """Row 97."""
-    broken = tmp_path / "libhf_flash.so"
-    broken.write_bytes(b"not a library")
-    code = (
-        "import torch, hf_flash; from hf_flash import library; s = library.status(); print(s.available, s.remedy)\n"
-        "q = torch.randn(1, 3, 1, 8); print(hf_flash.flash_attn_func(q, q, q).isfinite().all().item())"
-    )
-    done = run(code, tmp_path, HF_FLASH_LIBRARY=str(broken))
-    assert done.returncode == 0, done.stderr
-    assert "False rebuild it" in done.stdout and done.stdout.endswith("True\n")

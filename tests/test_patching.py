@@ -25,6 +25,7 @@ from families import (
 import hf_flash
 
 
+@pytest.mark.filterwarnings("ignore:hf_flash.*a sliding window over a mask with holes")
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_loss_and_gradients_equal_stock(name, kind):
