@@ -223,6 +223,29 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
         self.cumulative_length += rows
 
 
+class PackedCache(DynamicCache):
+    """What a model is given for its empty cache while a prompt runs through it without its padding.
+
+    Keys and values (1, heads, tokens, head_dim) reach the cache at their places of the (batch, length) grid, with zeros
+    between them, and the layer as they are.
+    """
+
+    def __init__(self, cache, rows, batch, length):
+        super().__init__()
+        self.cache, self.rows, self.batch, self.length = cache, rows, batch, length
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        rows = self.rows.to(key_states.device)
+        grids = (rows.scatter(x[0].transpose(0, 1), self.batch, self.length) for x in (key_states, value_states))
+        self.cache.update(*(grid.transpose(1, 2) for grid in grids), layer_idx)
+        return key_states, value_states
+
+
+def is_empty(cache):
+    """Whether the cache is a dynamic one that holds nothing yet, so that it can be filled by a PackedCache."""
+    return isinstance(cache, DynamicCache) and not isinstance(cache, PackedCache) and cache.get_seq_length() == 0
+
+
 def grow(cache, limit=None, place=None):
     """Make an empty DynamicCache grow in place. Other caches, offloaded ones and other kinds of layers stay.
 

@@ -8,13 +8,25 @@ import torch
 import torch.nn.functional as F
 
 from .layout import Layout, Rows
+from .steps import cache_of
 
 IGNORED = -100
 UNFIT = ("head_mask", "encoder_hidden_states", "cache", "past_key_values")
 
 
+def empty_cache(module, given):
+    """The dynamic cache that this forward begins to fill, or None; in training it would have to carry gradients."""
+    cache = cache_of(given)
+    if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    from .caches import is_empty
+
+    return cache if is_empty(cache) else None
+
+
 def obstacle(module, given, inputs, encoder):
     """Why this forward skips padding inside attention only, or None. Reads no value from the device."""
+    cache = empty_cache(module, given)
     config = module.config
     if torch.compiler.is_compiling():
         return "torch.compile keeps static sizes"
@@ -25,9 +37,9 @@ def obstacle(module, given, inputs, encoder):
     if inputs.weights:
         return "attention weights are wanted"
     for name in UNFIT:
-        if given.get(name) is not None:
+        if given.get(name) is not None and given[name] is not cache:
             return f"{name} was given"
-    if not encoder and _keeps_cache(module, given):
+    if cache is None and not encoder and _keeps_cache(module, given):
         return "a cache is kept (pass use_cache=False)"
     if any(getattr(given.get(name), "ndim", 2) != 2 for name in ("input_ids", "position_ids", "token_type_ids")):
         return "inputs have more than one axis of tokens"
@@ -111,21 +123,31 @@ def forward(module, state, given, layout):
     packed.starts[0, rows.cu_seqlens.long()] = True
     packed.starts = packed.starts[:, :total]
     given["attention_mask"] = packed
-    if "use_cache" in state.names:
-        given["use_cache"] = False
+    cache, filling = empty_cache(module, given), None
+    if cache is not None:
+        from .caches import PackedCache
 
-    def spread(value):
-        if isinstance(value, torch.Tensor) and value.shape[:2] == (1, total):
-            return rows.to(value.device).scatter(value[0], batch, length)
-        return tuple(spread(item) for item in value) if isinstance(value, tuple) else value
+        filling = PackedCache(cache, rows, batch, length)
+        given.update({name: filling for name, value in given.items() if value is cache})
+    elif "use_cache" in state.names:
+        given["use_cache"] = False
 
     output = state.call(module, given)
     pooler = getattr(module, "pooler", None)
     if isinstance(output, tuple):
-        output = spread(output)
+        output = _spread(output, rows, batch, length, filling)
         return output if pooler is None else (output[0], pooler(output[0]), *output[2:])
     for name, value in list(output.items()):
-        output[name] = spread(value)
+        output[name] = _spread(value, rows, batch, length, filling)
     if pooler is not None:
         output["pooler_output"] = pooler(output["last_hidden_state"])
     return output
+
+
+def _spread(value, rows, batch, length, filling):
+    """Put what belongs to tokens back into the grid, and the cache that was filled in the place of what filled it."""
+    if filling is not None and value is filling:
+        return filling.cache
+    if isinstance(value, torch.Tensor) and value.shape[:2] == (1, len(rows.indices)):
+        return rows.to(value.device).scatter(value[0], batch, length)
+    return tuple(_spread(x, rows, batch, length, filling) for x in value) if isinstance(value, tuple) else value

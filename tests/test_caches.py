@@ -1,8 +1,10 @@
 """Caches that grow in place hold what transformers' own hold, without copying the past, in fewer operations a step."""
 
 import copy
+import gc
 import pickle
 import random
+import weakref
 
 import pytest
 import torch
@@ -243,6 +245,23 @@ def test_a_compiled_forward_takes_a_growing_cache():
     expected = generate(stock, ids, mask, 4, do_sample=False)
     ours.forward = torch.compile(ours.forward, backend="eager")
     assert torch.equal(generate(ours, ids, mask, 4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("kind", ["left", "full"])
+def test_a_cache_dies_with_its_generate(kind, monkeypatch):
+    """Without waiting for the garbage collector: it is most of the memory."""
+    made = []
+    monkeypatch.setattr(
+        caches, "grow", lambda cache, *a, f=caches.grow: (made.append(weakref.ref(cache)), f(cache, *a))[1]
+    )
+    ours = hf_flash.patch_model(make("llama"))
+    ids, mask = prompt(kind)
+    gc.disable()
+    try:
+        generate(ours, ids, mask, 4, do_sample=False)
+        assert len(made) == 1 and made[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_other_caches_stay_as_they_are():

@@ -172,3 +172,37 @@ def test_static_cache_steps_compile_once_without_breaks_and_read_the_cache_in_pl
     assert len(graphs) == 1  # fullgraph: a break would raise; a second graph would be a recompilation
     assert graphs[0].count("hf_flash.decode.default") == 2  # one a layer, and nothing gathers its keys
     assert not {"flatten", "index_select"} & {target.split(".")[-1] for target in graphs[0]}
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, "mistral-window"])
+def test_prompts_leave_their_padding_once_and_their_cache_keeps_it(name):
+    stock, ours = pair(name)
+    ids, mask = prompt("left")
+    name_of_cache = "cache" if VERSION >= (5, 24) else "past_key_values"
+    widths, found = [], {}
+    embedding = ours.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, output: widths.append(tuple(output.shape[:2])))
+    for model in (stock, ours):
+        found[model] = generate(model, ids, mask, 2, do_sample=False, return_dict_in_generate=True)
+    assert widths == [(1, mask.sum()), (3, 1)]
+    for layer, other in zip(found[ours][name_of_cache].layers, found[stock][name_of_cache].layers):
+        seen = mask.bool()[:, -layer.keys.shape[2] + 1 :]
+        for ours_, stock_ in ((layer.keys, other.keys), (layer.values, other.values)):
+            assert ours_.shape == stock_.shape
+            ours_, stock_ = (x[:, :, :-1].transpose(1, 2)[seen] for x in (ours_, stock_))
+            torch.testing.assert_close(ours_, stock_, atol=1e-5, rtol=1e-4)
+    assert any("by the whole model" in note for note in hf_flash.report(ours).notes)
+
+
+@pytest.mark.parametrize("chunk", [3, 5, 20])
+@pytest.mark.parametrize("name", ["llama", "codegen", "gpt2", "mistral-window"])
+def test_prompts_in_chunks_give_the_tokens_of_whole_ones(name, chunk):
+    stock, ours = pair(name)
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :18] = 0
+    ids = tokens(2, 40).masked_fill(mask == 0, 0)
+    options = {"do_sample": False}
+    if VERSION < (5, 0):  # whose positions in chunks count the padding
+        options["prefill_chunk_size"] = chunk
+    expected = generate(stock, ids, mask, **options)
+    assert torch.equal(generate(ours, ids, mask, do_sample=False, prefill_chunk_size=chunk), expected)
