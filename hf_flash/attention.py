@@ -154,20 +154,9 @@ def _dense(
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    *,
-    return_lse=False,
-):
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, *, return_lse=False,
+):  # fmt: skip
     """Exact attention: softmax(q kᵀ · softmax_scale) v, in memory linear in the sequence, differentiable.
 
     Args:
@@ -186,7 +175,7 @@ def flash_attn_func(
 
     Returns:
         out like q. softmax_lse (batch, heads, seq_q) fp32, natural logarithm, differentiable. A query that sees no key
-        gives 0 and -inf.
+        gives 0 and -inf. Gradients are those of q, k and v, once: no second derivative, no forward mode.
 
     Raises:
         TypeError, ValueError, NotImplementedError: on bad input, before anything is launched.
@@ -201,18 +190,9 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    *,
-    return_lse=False,
-):
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, *, return_lse=False,
+):  # fmt: skip
     """`flash_attn_func` for qkv (batch, seq, 3, heads, head_dim); the gradient is one tensor of that shape."""
     (qkv,) = checks.autocast(qkv)
     checks.packed(qkv, "qkv", 3, dims=5)
@@ -224,19 +204,9 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_kvpacked_func(
-    q,
-    kv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    *,
-    return_lse=False,
-):
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, *, return_lse=False,
+):  # fmt: skip
     """`flash_attn_func` for q (batch, seq_q, heads, head_dim) and kv (batch, seq_k, 2, kv_heads, head_dim)."""
     q, kv = checks.autocast(q, kv)
     checks.packed(kv, "kv", 2, dims=5)
@@ -273,25 +243,10 @@ def _varlen(
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-    *,
-    return_lse=False,
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None, *, return_lse=False,
+):  # fmt: skip
     """`flash_attn_func` for sequences of different lengths laid end to end; none sees another.
 
     Args:
@@ -318,20 +273,9 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens,
-    max_seqlen,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    *,
-    return_lse=False,
-):
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False, *, return_lse=False,
+):  # fmt: skip
     """`flash_attn_varlen_func` for qkv (total, 3, heads, head_dim)."""
     (qkv,) = checks.autocast(qkv)
     checks.packed(qkv, "qkv", 3, dims=4)
@@ -343,23 +287,10 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    *,
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, *,
     return_lse=False,
-):
+):  # fmt: skip
     """`flash_attn_varlen_func` for q (total_q, heads, head_dim) and kv (total_k, 2, kv_heads, head_dim)."""
     q, kv = checks.autocast(q, kv)
     checks.packed(kv, "kv", 2, dims=4)
