@@ -47,7 +47,7 @@ def split_sequences(model, group=None):
     tops = patching._transformers_models(model)
     for top in tops:
         if not type(top).__name__.endswith(CAUSAL_HEADS):
-            raise NotImplementedError(f"sequences are split for causal language models, not for {type(top).__name__}")
+            raise NotImplementedError(f"sequences are split in causal language models, not in {type(top).__name__}")
         heads, size = top.config.num_attention_heads, group.size()
         kv_heads = getattr(top.config, "num_key_value_heads", None) or heads
         if heads % size or (kv_heads % size and size % kv_heads):
@@ -132,9 +132,7 @@ class Split:
         """Whether this forward is run whole in every process, as it keeps a cache."""
         kept = bool(given.get("use_cache")) or any(given.get(name) is not None for name in ("past_key_values", "cache"))
         if kept and not self.told:
-            warnings.warn(
-                "hf_flash: a forward that keeps a cache is not split among processes", UserWarning, stacklevel=3
-            )
+            warnings.warn("hf_flash: a forward that keeps a cache is not split", UserWarning, stacklevel=3)
             self.told = True
         return kept
 
@@ -152,7 +150,7 @@ class Split:
         if given.get("position_ids") is None:
             given["position_ids"] = torch.arange(length, device=tokens.device)[None]
 
-        total, size = int(rows.indices.shape[0]), self.group.size()
+        total, size = len(rows.indices), self.group.size()
         share = -(-total // size)
         places, cu_seqlens, longest = rows.indices, rows.cu_seqlens, rows.max_length
         if share * size > total:  # what fills the last share is a sequence of its own, whose results count nowhere
@@ -166,16 +164,18 @@ class Split:
         if targets is not None:
             targets = targets.flatten().index_select(0, places).to(tokens.device)
             targets[total:] = wholemodel.IGNORED
-            given.setdefault("num_items_in_batch", (targets != wholemodel.IGNORED).sum())
+            if given.get("num_items_in_batch") is None:
+                given["num_items_in_batch"] = (targets != wholemodel.IGNORED).sum()
             given["labels"] = given["shift_labels"] = targets.view(size, share)[self.group.rank()][None]
         given |= {"attention_mask": Share(Rows(None, cu_seqlens, longest), share, self.group), "use_cache": False}
 
         output = state.call(module, given)
         if targets is None:
             return output
+        loss = Total.apply(output[0], self.group)
         if isinstance(output, tuple):
-            return Total.apply(output[0], self.group), *output[1:]
-        output["loss"] = Total.apply(output["loss"], self.group)
+            return loss, *output[1:]
+        output["loss"] = loss
         return output
 
     def measure(self, module, given, tokens, mask, labels):
@@ -189,8 +189,7 @@ class Split:
         dist.all_gather(every, facts, group=self.group)
         if (torch.stack(every) != facts).any():
             raise ValueError(
-                "the processes that share sequences were given different batches: give each the same one (no sampler "
-                "that deals batches out to processes)"
+                "processes that share sequences were given different batches: give each the same, undivided"
             )
         if mask.shape != (batch, length):
             refuse(f"the mask's shape is {tuple(mask.shape)}, that of the tokens {(batch, length)}")
@@ -206,9 +205,8 @@ class Split:
                               cu_seqlens=cu_seqlens, max_length=longest, flag=flag)  # fmt: skip
         if layout is not None:
             refuse("padding carries labels (set them to -100)" if layout.flag else None)
-            refuse("the batch has no tokens" if layout.keys.max_length == 0 else None)
-            windowed = getattr(module.config, "sliding_window", None)
-            refuse("a sliding window counts the padding between tokens" if layout.gaps and windowed else None)
+            reason = wholemodel.layout_obstacle(module, given, layout)
+            refuse(None if reason == "no padding" else reason)
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device) * length
         rows = layout.keys if layout is not None else Rows(None, offsets, length)
         indices = torch.arange(batch * length, device=tokens.device) if rows.indices is None else rows.indices
