@@ -55,7 +55,7 @@ class _LastDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, count, *tensors):
-        return tuple(x.view_as(x) for x in tensors[:count])
+        return tuple(x.view_as(x) for x in tensors[:count] if x is not None)
 
     @staticmethod
     def backward(ctx, *_):
@@ -113,15 +113,14 @@ def attend(
 
 
 def _is_stock(q, k, v, right):
-    """Whether PyTorch's own function does the same without a mask, and nobody differentiates it."""
+    """Whether PyTorch's own function does the same without a mask."""
     return (
         q.is_cpu
         and not uses_kernels(q)
         and (right < 0 or (right == 0 and (q.shape[1] == k.shape[1] or q.shape[1] == 1)))
         and k.numel() > 0
-        # Before NATIVE_GROUPS PyTorch has no fused path for groups.
-        and (NATIVE_GROUPS or q.shape[2] == k.shape[2])
-        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        # PyTorch adds a group's gradients in half precision, and before NATIVE_GROUPS has no fused path for groups.
+        and (q.shape[2] == k.shape[2] or (NATIVE_GROUPS and q.dtype.itemsize > 2))
     )
 
 
@@ -131,7 +130,16 @@ def _stock(q, k, v, scale, causal):
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:  # else it would take the path with a score matrix
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = _sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if out.requires_grad and not torch.compiler.is_compiling():
+        out.grad_fn.register_hook(_end_of_graph)
     return out.transpose(1, 2)
+
+
+def _end_of_graph(grads, _):
+    """Hook of the stock function's node: what _Attention.backward does with its gradients."""
+    if torch.is_grad_enabled():
+        found = iter(_LastDerivative.apply(len(grads), *grads))
+        return tuple(None if x is None else next(found) for x in grads)
 
 
 def _dense(
