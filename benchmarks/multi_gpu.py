@@ -158,15 +158,27 @@ class Worker:
             arguments += ["--start", "64", "--limit", "128", "--steps", "1", "--refine", "0"]
         if self.sharing == "sequences":
             arguments.append("--split-sequences")
+        attempt, best = lora_long_context.try_context, 0
+
+        def kept(model, optimizer, accelerator, ids, context, options):
+            nonlocal best
+            point = attempt(model, optimizer, accelerator, ids, context, options)
+            if point[0] and context > best:  # at once: a later attempt may hang where one process alone has no room
+                best = context
+                self.add(cell, {"longest": {cell.mode: best}, "peak_gib": {cell.mode: round(point[1], 2)}})
+            return point
+
+        lora_long_context.try_context = kept
         points = lora_long_context.main(arguments)["patched"]
-        best = lora_long_context.longest(points)
-        peak = {"peak_gib": {cell.mode: round(points[best][1], 2)}} if best and self.device.type == "cuda" else {}
-        return {"longest": {cell.mode: best}, **peak}
+        return {"longest": {cell.mode: lora_long_context.longest(points)}}
+
+    def add(self, cell, measured):
+        if self.accelerator.is_main_process:
+            add(cell, self.options, measured)
 
     def run(self, cells, journal):
         """Measures the cells in turn. The journal tells the parent which one has begun, and what became of it."""
         main = self.accelerator.is_main_process
-        recorder = records.Recorder(self.options.output, self.device.type) if main else None
         for cell in cells:
             if main:
                 write_line(journal, begun=cell.name)
@@ -179,8 +191,8 @@ class Worker:
                 reason = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error).splitlines()[0]
                 write_line(journal, failed=cell.name, reason=reason[:200])
                 raise  # other processes may wait for this one: the parent goes on with new ones
+            self.add(cell, measured)
             if main:
-                add(recorder, cell, self.options, measured)
                 write_line(journal, done=cell.name)
             self.accelerator.free_memory()
 
@@ -190,7 +202,9 @@ def write_line(journal, **entry):
         file.write(json.dumps(entry) + "\n")
 
 
-def add(recorder, cell, options, measured):
+def add(cell, options, measured):
+    """Puts what was measured into the record; rows of all launches count as one run's."""
+    recorder = records.Recorder(options.output, options.device)
     recorder.run = options.run
     gpus = 1 if cell.sharing == "one" else options.gpus
     fresh = {"model": cell.row.model, "task": cell.row.task, "batch": cell.row.batch, "seq": cell.row.seq}
@@ -321,7 +335,7 @@ def main(argv=None):
         tqdm.write(f"{cell.name}: {reason}")
         missed.append(cell.name)
         if reason != "no time left":
-            add(records.Recorder(options.output, options.device), cell, options, {"errors": {cell.mode: reason}})
+            add(cell, options, {"errors": {cell.mode: reason}})
 
     with tqdm(total=len(cells), unit="cell", disable=None) as bar:
         for sharing in dict.fromkeys(cell.sharing for cell in cells):
