@@ -68,14 +68,17 @@ class State:
         self.previous, self.base, self.active, self.keep_logits = previous, base, True, keep_logits
         self.prepared = "_original_forward" in module.__dict__
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.packed = self.split = self.graphs = None
+        self.packed = self.split = self.graphs = self.compiled = None
 
     def notes(self):
         """Lines for the report: how padding was skipped, and how often."""
         words = {None: "by the whole model", "loss": "by the whole model, its head and its loss"}
+        times = {reason: f"{count}x" for reason, count in self.unpadded.items()}
+        if self.compiled is not None:
+            times.setdefault(self.compiled, "compiled")
         return [
-            f"padding skipped {words.get(reason, f'inside attention only: {reason}')} ({count}x)"
-            for reason, count in self.unpadded.items()
+            f"padding skipped {words.get(reason, f'inside attention only: {reason}')} ({count})"
+            for reason, count in times.items()
         ]
 
     def unwrapped(self, module):
@@ -202,7 +205,9 @@ def _skip_padding(module, state, given, inputs):
 def _run_measured(module, state, given, layout, reason=None):
     if layout is not None:
         reason = wholemodel.layout_obstacle(module, given, layout)
-    if (layout or reason) and not torch.compiler.is_compiling() and reason != "no padding":
+    if torch.compiler.is_compiling():
+        state.compiled = reason  # counting would read what guards watch
+    elif (layout or reason) and reason != "no padding":
         state.unpadded[reason] += 1
     if layout is not None and reason is None:
         return wholemodel.forward(module, state, given, layout)

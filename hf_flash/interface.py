@@ -178,8 +178,12 @@ def run_attention(module, query, key, value, attention_mask, causal, scaling, dr
     if reason is not None:
         if not torch.compiler.is_compiling() or record.strict:
             record.count_stock(reason)
+        else:
+            record.compiled = reason
         return _stock(module, query, key, value, attention_mask, causal, scaling, dropout, window, softcap, kwargs)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        record.compiled = ""
+    else:
         record.count_fused(query.device)
     options = {"softmax_scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0}
     run = attend if layout is None else layout.attend

@@ -8,7 +8,11 @@ RECORD = "_hf_flash_record"
 
 @dataclass
 class Record:
-    """Calls of one attention module. `told` is shared by the modules of a model: one warning per reason."""
+    """Calls of one attention module. `told` is shared by the modules of a model: one warning per reason.
+
+    compiled  why the call that torch.compile traced last takes the stock path, "" where it is fused; its runs are not
+              counted, as what a graph reads and writes would be compiled again
+    """
 
     name: str
     kind: str
@@ -19,6 +23,7 @@ class Record:
     backend: str = ""
     reasons: dict = field(default_factory=dict)
     notes: dict = field(default_factory=dict)
+    compiled: str | None = None
 
     def count_fused(self, device):
         self.fused += 1
@@ -86,7 +91,10 @@ def row_of(record, patched):
     """The Row of a module from its Record, which is None where nothing replaces its attention."""
     if record.reasons:
         reason = "; ".join(f"{reason} ({count}x)" for reason, count in record.reasons.items())
+    elif record.compiled:
+        reason = f"{record.compiled} (compiled)"
     else:
-        reason = record.backend if patched else "not patched"
-    fused = False if not patched else None if not record.fused and not record.stock else record.fused > 0
+        reason = (record.backend or ("compiled" if record.compiled == "" else "")) if patched else "not patched"
+    called = record.fused or record.stock or record.compiled is not None
+    fused = False if not patched else None if not called else record.fused > 0 or record.compiled == ""
     return Row(record.name, record.kind, fused, record.fused, record.stock, reason)

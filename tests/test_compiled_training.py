@@ -39,3 +39,18 @@ def test_batches_of_changing_lengths_train_in_one_graph_without_compiling_again(
             each.zero_grad()
             value.backward()
         assert_gradients_close(model, eager)
+    report = hf_flash.report(model)
+    assert all(row.fused and row.reason == "compiled" for row in report)
+    assert (kind == "padded") == ("inside attention only: torch.compile keeps static sizes (compiled)" in str(report))
+
+
+def test_a_compiled_call_that_takes_the_stock_path_is_reported():
+    model = hf_flash.patch_model(make("llama", num_hidden_layers=1))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    dense = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    for _ in range(2):
+        with torch.no_grad():
+            compiled(input_ids=tokens(1, 9), attention_mask=dense, use_cache=False)
+    (row,) = hf_flash.report(model)
+    assert row.fused is False and row.reason == "a dense attention mask was given (compiled)"
