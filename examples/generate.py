@@ -3,7 +3,7 @@
     python examples/generate.py --model path/or/hub-name --prompts 8 --prompt-tokens 2048
 
 Without --model a small CodeGen is first trained for a moment on Python's standard library. The text of the first
-prompt is streamed as it comes.
+prompt is streamed as it comes. On a GPU the patched model is measured with its steps replayed from CUDA graphs too.
 """
 
 import argparse
@@ -12,9 +12,12 @@ import common
 import finetune
 import torch
 from tqdm import tqdm
+from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_flash
+
+GRAPHS = "with graphs"
 
 
 def arguments(argv=None):
@@ -32,26 +35,11 @@ def arguments(argv=None):
     return parser.parse_args(argv)
 
 
-class Stream(BaseStreamer):
-    """Prints the first row's text as it comes and notes when the first new token was there."""
-
-    def __init__(self, tokenizer, clock):
-        self.tokenizer, self.clock, self.first, self.tokens, self.printed = tokenizer, clock, None, None, ""
+class FirstPrompt(TextStreamer):
+    """Prints the text of a batch's first prompt as it comes."""
 
     def put(self, value):
-        if self.tokens is None:  # the prompts
-            self.tokens = []
-            return
-        if self.first is None:
-            self.first = self.clock.seconds()
-        self.tokens.append(int(value[0]))
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # a character may take several tokens
-            print(text[len(self.printed) :], end="", flush=True)
-            self.printed = text
-
-    def end(self):
-        print()
+        super().put(value[:1])
 
 
 class FirstToken(BaseStreamer):
@@ -89,7 +77,7 @@ def bytes_per_step(model, prompts, new_tokens):
 
 @torch.no_grad()
 def run(model, prompts, options, streamer_of):
-    """One generation: (new tokens (batch, n), seconds to the first token, seconds for the others)."""
+    """One generation: (new tokens (batch, n), seconds to the first token, seconds for the others), if streamed so."""
     clock = common.Clock(model.device)
     streamer = streamer_of(clock)
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -98,7 +86,8 @@ def run(model, prompts, options, streamer_of):
     count = options.new_tokens
     ids = model.generate(**prompts, max_new_tokens=count, min_new_tokens=count, streamer=streamer, **settings)
     total = clock.seconds()
-    return ids[:, prompts["input_ids"].shape[1] :], streamer.first, total - streamer.first
+    first = getattr(streamer, "first", total)
+    return ids[:, prompts["input_ids"].shape[1] :], first, total - first
 
 
 def main(argv=None):
@@ -118,10 +107,11 @@ def main(argv=None):
     prompts = make_prompts(ids, options, device)
 
     results, tokens = {}, {}
-    bar = tqdm(total=2 * options.repeats, unit="run", leave=False)
-    for kind in ("stock", "patched"):
-        if kind == "patched":
-            hf_flash.patch_model(model)
+    kinds = ["stock", "patched"] + [GRAPHS] * (device.type == "cuda" and not options.static_cache)
+    bar = tqdm(total=len(kinds) * options.repeats, unit="run", leave=False)
+    for kind in kinds:
+        if kind != "stock":
+            hf_flash.patch_model(model, cuda_graphs=kind == GRAPHS)
         run(model, prompts, options, FirstToken)  # warms up
         measured = []
         for _ in range(options.repeats):
@@ -134,8 +124,7 @@ def main(argv=None):
         results[kind] = (first, step, options.prompts / step, traffic)
     bar.close()
     print("\nThe first prompt's text, as it comes:")
-    run(model, prompts, options, lambda clock: Stream(tokenizer, clock))
-    same = (tokens["stock"] == tokens["patched"]).float().mean().item()
+    run(model, prompts, options, lambda clock: FirstPrompt(tokenizer, skip_prompt=True, skip_special_tokens=True))
     real = int(prompts["attention_mask"].sum())
     common.print_table(
         f"{options.prompts} prompts of up to {options.prompt_tokens} tokens, padded on the left ({real} real tokens), "
@@ -144,8 +133,10 @@ def main(argv=None):
         [[kind, f"{1e3 * first:.1f}", f"{1e3 * step:.2f}", f"{speed:,.0f}", f"{traffic:,.1f}"]
          for kind, (first, step, speed, traffic) in results.items()],
     )  # fmt: skip
-    ratio = results["patched"][2] / results["stock"][2]
-    print(f"  patched / stock: {ratio:.2f} times the tokens/s; {same:.0%} of the greedy tokens are the same")
+    for kind in kinds[1:]:
+        ratio = results[kind][2] / results["stock"][2]
+        same = (tokens["stock"] == tokens[kind]).float().mean().item()
+        print(f"  {kind} / stock: {ratio:.2f} times the tokens/s; {same:.0%} of the greedy tokens are the same")
     return results
 
 
