@@ -29,15 +29,17 @@ class _Features:
         self.plain = softcap > 0 or dropout_p > 0  # what PyTorch's fused kernel lacks
 
 
-def _pieces(seq_q, seq_k, f, rows_cost, plain):
+def _pieces(q, k, f, plain):
     """Cuts the queries into [(first, last, key_first, key_last, kind)], kind "full", "causal" (square) or "mask".
 
     Rows that see no key belong to no piece: with bottom-right alignment they are always the first rows.
     """
-    left, right = f.left, f.right
+    batch, heads, seq_q, _ = q.shape
+    seq_k, left, right = k.shape[2], f.left, f.right
+    rows_cost = batch * heads if plain else heads if f.slopes is not None else 1
     diagonal = seq_k - seq_q
     first = seq_q if seq_k == 0 else max(0, -(diagonal + right)) if right >= 0 else 0
-    if first >= seq_q:
+    if first >= seq_q or batch == 0:
         return []
     unbound_right = right < 0 or first + diagonal + right >= seq_k - 1
     unbound_left = left < 0 or seq_q - 1 + diagonal - left <= 0
@@ -146,9 +148,7 @@ def _forward_one(q, k, v, f, batches):
     """(batch, heads, seq, head_dim) -> out (batch, seq_q, heads, head_dim), lse (batch, heads, seq_q)."""
     batch, heads, seq_q, _ = q.shape
     seq_k = k.shape[2]
-    pieces = _pieces(
-        seq_q if batch else 0, seq_k, f, batch * heads if f.plain else heads if f.slopes is not None else 1, f.plain
-    )
+    pieces = _pieces(q, k, f, f.plain)
     diagonal, dtype = seq_k - seq_q, _statistics_dtype(q)
     if len(pieces) == 1 and not f.plain and pieces[0][:4] == (0, seq_q, 0, seq_k):
         bias = _bias(pieces[0], diagonal, f, batches, dtype)
@@ -180,9 +180,7 @@ def _backward_one(grad_out, grad_lse, q, k, v, out, lse, f, batches):
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k = k.shape[1], k.shape[2]
     plain = f.plain or grad_lse is not None
-    pieces = _pieces(
-        seq_q if batch else 0, seq_k, f, batch * heads if plain else heads if f.slopes is not None else 1, plain
-    )
+    pieces = _pieces(q, k, f, plain)
     diagonal, dtype = seq_k - seq_q, _statistics_dtype(q)
     if len(pieces) == 1 and not plain and pieces[0][:4] == (0, seq_q, 0, seq_k):
         bias = _bias(pieces[0], diagonal, f, batches, dtype)
