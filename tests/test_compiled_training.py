@@ -44,6 +44,16 @@ def test_batches_of_changing_lengths_train_in_one_graph_without_compiling_again(
     assert (kind == "padded") == ("inside attention only: torch.compile keeps static sizes (compiled)" in str(report))
 
 
+def test_batches_without_padding_run_in_one_graph_for_every_length():
+    model = hf_flash.patch_model(make("llama", num_hidden_layers=1))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    for step, length in enumerate((12, 31, 9)):
+        ids = tokens(2, length)
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=step > 0):
+            torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
 def test_a_compiled_call_that_takes_the_stock_path_is_reported():
     model = hf_flash.patch_model(make("llama", num_hidden_layers=1))
     torch.compiler.reset()
