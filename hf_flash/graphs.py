@@ -18,6 +18,7 @@ from . import steps
 from .steps import Step
 
 KEPT = 4
+ROUNDED = 256  # rows: a text that is a little longer than the one before finds its graph
 LEASE = "_hf_flash_lease"
 REPLAYED = "replayed"
 # What a captured step knows, and what it may be told beside it.
@@ -94,7 +95,8 @@ class Graph:
         self.ids.copy_(given["input_ids"])
         positions = given.get("position_ids")
         self.positions.fill_(past) if positions is None else self.positions.copy_(positions.expand_as(self.ids))
-        self.cache_position.fill_(past)
+        if given.get("cache_position") is not None:
+            self.cache_position.fill_(past)
         self.lengths.fill_(past)
         if self.padded_by is not left_pad or self.replay is None:
             self.left_pad.zero_() if left_pad is None else self.left_pad.copy_(left_pad)
@@ -175,7 +177,7 @@ class Graphs:
     def take(self, batch, rows, device):
         graph = next((graph for graph in self.kept if graph.fits(batch, rows, device)), None)
         if graph is None:
-            graph = Graph(batch, rows, device)
+            graph = Graph(batch, -(-rows // ROUNDED) * ROUNDED, device)
         else:
             self.kept.remove(graph)
         self.kept = [*self.kept, graph][-self.limit :]
@@ -232,7 +234,7 @@ def _obstacle(top, given, lease, cache):
                 return f"{name} was given"
     if torch.is_grad_enabled() or top.training:
         return "gradients are enabled" if torch.is_grad_enabled() else "the model is in training mode"
-    if torch.is_autocast_enabled(top.device.type):
+    if torch.is_autocast_enabled(given["input_ids"].device.type):
         return "autocast is on"
     if lease.graph is None or not lease.holds(cache):
         sliding = lease.graph is None or any(layer.place is None for layer in cache.layers)
