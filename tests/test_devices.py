@@ -3,7 +3,7 @@ but everything that is on the wrong device fails there."""
 
 import pytest
 import torch
-from families import ENCODERS, FAMILIES, hidden_of, make, mask_of, tokens
+from families import ENCODERS, FAMILIES, assert_rows_close, hidden_of, make, mask_of, tokens
 
 import hf_flash
 from hf_flash import layout
@@ -68,3 +68,22 @@ def test_inputs_on_two_devices_are_refused_with_both_names(name):
         ValueError, match=r"attention_mask on cpu and position_ids on meta: .*\.to\(input_ids\.device\)"
     ):
         model(**given, position_ids=PACKED.to("meta"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_a_model_whose_map_leaves_layers_on_disk(name, tmp_path):
+    """Weights come in with a layer's inputs and go again: hooks on every module, put there by from_pretrained."""
+    plain = make(name)
+    plain.save_pretrained(tmp_path)
+    layers = "model.layers" if name == "llama" else "transformer.h"
+    places = {key.rsplit(".", 1)[0]: "cpu" for key in plain.state_dict() if not key.startswith(layers)}
+    places |= {f"{layers}.0": "cpu", f"{layers}.1": "disk"}
+    places |= {"model.rotary_emb": "cpu"} if name == "llama" else {}
+    model = type(plain).from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    hf_flash.patch_model(model.eval(), strict=True)
+    mask = mask_of("left")
+    given = {"input_ids": tokens().masked_fill(mask == 0, 0), "attention_mask": mask}
+    assert any(parameter.device.type == "meta" for parameter in model.parameters())
+    assert_rows_close(model(**given).logits, plain(**given).logits, mask)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**given, **options), plain.generate(**given, **options))
