@@ -179,7 +179,9 @@ def readme_parts(record, stale, plots):
         return dict.fromkeys(PARTS, NOT_RECORDED)
     tests = record.get("tests") or {}
     facts = [f"{record['gpu']}, torch {record['torch']}, transformers {record['transformers']}, {record['date']}"]
-    facts += ["**stale: the sources changed since**"] if stale else []
+    facts += (
+        ["**stale: csrc/ or hf_flash/ changed since, so all figures here are an earlier version's**"] if stale else []
+    )
     if tests:
         facts.append("GPU suite: " + ", ".join(f"{tests[word]} {word}" for word in COUNTS if word in tests))
     runs = record.get("runs", {})
