@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from emulator import build
 
-FILES = ("test_attention", "test_varlen", "test_kvcache", "test_dropout", "test_bad_input")
+FILES = ("test_attention", "test_varlen", "test_kvcache", "test_dropout", "test_bad_input", "test_generation_kernels")
 HEAD_DIMS = (32, 64, 80)
 
 pytestmark = [
