@@ -71,15 +71,6 @@ HF_DEVICE void multiply(float (&acc)[kRows][kColumns][4], LoadA load_a, LoadB lo
   }
 }
 
-template <int kRows, int kColumns> HF_DEVICE void clear(float (&acc)[kRows][kColumns][4]) {
-  HF_UNROLL
-  for (int m = 0; m < kRows; ++m)
-    HF_UNROLL
-    for (int n = 0; n < kColumns; ++n)
-      HF_UNROLL
-      for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
-}
-
 template <class Element, class Shape, bool kPlain>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     portable_backward_kernel(const Params p, const BackwardWorkspace workspace, const BackwardSchedule schedule) {

@@ -162,12 +162,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
 
   OnlineSoftmax<kRowBlocks> softmax;
   float out[kRowBlocks][kOutBlocks][4];
-  HF_UNROLL
-  for (int m = 0; m < kRowBlocks; ++m)
-    HF_UNROLL
-    for (int n = 0; n < kOutBlocks; ++n)
-      HF_UNROLL
-      for (int e = 0; e < 4; ++e) out[m][n][e] = 0.f;
+  clear(out);
 
   int stage = 0;
   HF_NO_UNROLL
@@ -182,10 +177,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
     if (++stage == kStages) stage = 0;
 
     float scores[kRowBlocks][2][4];
-    HF_UNROLL
-    for (int m = 0; m < kRowBlocks; ++m)
-      HF_UNROLL
-      for (int e = 0; e < 4; ++e) scores[m][0][e] = scores[m][1][e] = 0.f;
+    clear(scores);
     HF_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       if (!Config::kQueryInRegisters) load_query(step);
@@ -231,11 +223,7 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
     softmax.follow_maximum(scores, out, scale_log2);
     softmax.exponentiate(scores, 0, scale_log2);
     uint32_t a[kRowBlocks][4];
-    HF_UNROLL
-    for (int m = 0; m < kRowBlocks; ++m)
-      HF_UNROLL
-      for (int i = 0; i < 4; ++i)
-        a[m][i] = pack<Element>(scores[m][i / 2][i % 2 * 2], scores[m][i / 2][i % 2 * 2 + 1]);
+    pack_a<Element>(a, scores, 0);
     HF_UNROLL
     for (int n = 0; n < kOutBlocks; n += 2) {
       uint32_t b[4];

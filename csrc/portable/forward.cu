@@ -131,12 +131,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, For
   const float scale_log2 = kPlain ? p.scale * kLog2e : 1.f;
   OnlineSoftmax<kRowBlocks> softmax;
   float out[kRowBlocks][kOutBlocks][4];
-  HF_UNROLL
-  for (int m = 0; m < kRowBlocks; ++m)
-    HF_UNROLL
-    for (int n = 0; n < kOutBlocks; ++n)
-      HF_UNROLL
-      for (int e = 0; e < 4; ++e) out[m][n][e] = 0.f;
+  clear(out);
 
   HF_NO_UNROLL
   for (; tile >= first_tile; --tile) {
@@ -157,12 +152,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, For
     copy_async_commit();
 
     float scores[kRowBlocks][kScoreBlocks][4];
-    HF_UNROLL
-    for (int m = 0; m < kRowBlocks; ++m)
-      HF_UNROLL
-      for (int n = 0; n < kScoreBlocks; ++n)
-        HF_UNROLL
-        for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.f;
+    clear(scores);
     HF_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       uint32_t a[kRowBlocks][4];
@@ -196,11 +186,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, For
       softmax.exponentiate(scores, step, scale_log2);
       if (!kPlain && p.dropout_p > 0.f) drop(scores, step, Dropout(p, batch, head), lane_row, lane_key);
       uint32_t a[kRowBlocks][4];
-      HF_UNROLL
-      for (int m = 0; m < kRowBlocks; ++m)
-        HF_UNROLL
-        for (int i = 0; i < 4; ++i)
-          a[m][i] = pack<Element>(scores[m][2 * step + i / 2][i % 2 * 2], scores[m][2 * step + i / 2][i % 2 * 2 + 1]);
+      pack_a<Element>(a, scores, step);
       HF_UNROLL
       for (int n = 0; n < kOutBlocks; n += 2) {
         uint32_t b[4];

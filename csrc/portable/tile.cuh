@@ -58,6 +58,27 @@ template <int kColumns> HF_DEVICE void load_b_transposed(uint32_t (&b)[4], const
   ldmatrix_x4_trans(b, tile + TileLayout<kColumns>::block_offset(row, column, lane % 16, lane / 16));
 }
 
+// ---- Accumulators: fragments acc[m][n] of blocks of 16 rows and 8 columns.
+
+template <int kRows, int kColumns> HF_DEVICE void clear(float (&acc)[kRows][kColumns][4]) {
+  HF_UNROLL
+  for (int m = 0; m < kRows; ++m)
+    HF_UNROLL
+    for (int n = 0; n < kColumns; ++n)
+      HF_UNROLL
+      for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
+}
+
+// Columns 16 step .. 16 step + 15 as the A operand of another product.
+template <class Element, int kRows, int kColumns>
+HF_DEVICE void pack_a(uint32_t (&a)[kRows][4], const float (&acc)[kRows][kColumns][4], int step) {
+  HF_UNROLL
+  for (int m = 0; m < kRows; ++m)
+    HF_UNROLL
+    for (int i = 0; i < 4; ++i)
+      a[m][i] = pack<Element>(acc[m][2 * step + i / 2][i % 2 * 2], acc[m][2 * step + i / 2][i % 2 * 2 + 1]);
+}
+
 // ---- Copies. A row is cut into panels of 8, then 4 or 2 chunks; kThreads threads take a panel's chunks side by side
 // (128-byte transactions where the row allows), so that a thread's swizzle and column stay fixed.
 
