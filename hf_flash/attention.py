@@ -151,7 +151,8 @@ def _dense(
     wants_lse = return_attn_probs or return_lse
     if packing == 0 and dropout_p == 0 and softcap == 0 and left < 0 and alibi_slopes is None and not wants_lse:
         if _is_stock(q, k, v, right):
-            return _stock(q, k, v, scale, right == 0 and bool(q.shape[1] > 1))
+            # A branch: compiled for every length, the comparison alone would be symbolic.
+            return _stock(q, k, v, scale, True if right == 0 and q.shape[1] > 1 else False)
     if alibi_slopes is not None:
         alibi_slopes = checks.alibi(alibi_slopes, q.shape[-2], q.shape[0], q.device)
     out, lse = attend(

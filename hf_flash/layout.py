@@ -395,7 +395,7 @@ def _window_size(window, causal):
 def attend(q, k, v, causal, window=None, **options):
     """Dense attention for q, k, v (batch, heads, length, head_dim) -> (batch, length, heads, head_dim)."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not needs_grad and q.shape[2] <= SHORT and q.shape[2] < k.shape[2] and options["dropout_p"] == 0:
+    if not needs_grad and q.shape[2] < k.shape[2] and q.shape[2] <= SHORT and options["dropout_p"] == 0:
         return _attend_cache(q, k, v, causal, window, None, None, **options)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return flash_attn_func(q, k, v, causal=causal, window_size=_window_size(window, causal), **options)
