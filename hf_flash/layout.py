@@ -198,7 +198,7 @@ class Layout:
             other = self.moved[device] = copy.copy(self)
             other.moved = {}
             for name, value in self.__dict__.items():
-                if isinstance(value, torch.Tensor | Rows | Layout):
+                if isinstance(value, torch.Tensor | Rows):
                     setattr(other, name, value.to(device))
             if self.queries is self.keys:
                 other.queries = other.keys
