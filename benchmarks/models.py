@@ -9,7 +9,8 @@
 Random weights in bf16, text of Python's standard library byte by byte, fused AdamW; a training step is forward,
 backward, clipping and the optimiser, and tokens/s count real tokens only. Each mode has a model of its own, in turns
 that go forth and back over the modes. A mode is an attention (hf_flash is stock sdpa, or eager where sdpa is not
-offered, patched) and what is added to it: "+compile", "+liger", "+graphs" or "+static" (generation).
+offered, patched) and what is added to it: "+compile", "+liger", "+no_logits" (keep_logits=False; stock as it is),
+"+graphs" or "+static" (generation).
 """
 
 import argparse

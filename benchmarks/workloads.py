@@ -107,7 +107,8 @@ def build(row, mode, device, tiny):
 
         _apply_liger_kernel_to_instance(model=model)
     if attention == "hf_flash":
-        hf_flash.patch_model(model, **({"cuda_graphs": True} if "graphs" in additions else {}))
+        options = {"cuda_graphs": "graphs" in additions, "keep_logits": "no_logits" not in additions}
+        hf_flash.patch_model(model, **options)
     return torch.compile(model) if "compile" in additions else model
 
 
