@@ -6,163 +6,9 @@
 // dk. dS also goes to shared memory for dq, which is added to an fp32 buffer in global memory in the order of
 // fragments.
 #pragma once
-#include "../mask.cuh"
-#include "backward_dq_sum.cuh"
-#include "backward_plan.cuh"
-#include "backward_scores.cuh"
+#include "backward_producer.cuh"
 
 namespace hf_flash::hopper {
-
-template <class Element_, int kHeadDim_, int kQueries_, int kPanelWidth_, Scores kScores_> struct BackwardConfig {
-  using Element = Element_;
-  using OperandTile = Tile<kHeadDim_, kPanelWidth_>;
-  static constexpr int kHeadDim = kHeadDim_, kQueries = kQueries_, kKeys = 128, kPanelWidth = kPanelWidth_;
-  static constexpr Scores kScores = kScores_;
-  static constexpr bool kGeneral = kScores == Scores::kGeneral;
-  static constexpr int kStatisticsRows = kQueries, kDqFloats = kHeadDim;   // BackwardWorkspace
-  static constexpr int kThreads = 384;             // loads, statistics, dq's sums | keys 0 to 63 | keys 64 to 127
-
-  // The launch allots 168 registers a thread, 504 for three; the sum may not be exceeded (32 + 2 * 240 hangs).
-  static constexpr bool kTight = kHeadDim + kQueries >= (kGeneral ? 192 : 208);
-  static constexpr int kProducerRegisters = kTight ? 24 : 40, kConsumerRegisters = kTight ? 240 : 232;
-  static constexpr bool kPackLate = !kGeneral && kTight && kQueries == 128;   // P as late as dS: fewer registers live
-
-  static constexpr int kPanels = OperandTile::kPanels;
-  static_assert(kHeadDim % 16 == 0 && kQueries % 16 == 0 && kQueries <= 128, "wgmma takes 16 rows or columns a step");
-  static_assert(!kGeneral || kQueries == 64, "ScoreTransform works on 32 accumulators");
-};
-
-template <class Config> struct BackwardShared {
-  using Element = typename Config::Element;
-  static constexpr int kPanels = Config::kPanels, kPanelWidth = Config::kPanelWidth, kQueries = Config::kQueries;
-  Element k[kPanels][Config::kKeys][kPanelWidth], v[kPanels][Config::kKeys][kPanelWidth];
-  Element q[2][kPanels][kQueries][kPanelWidth], grad_out[2][kPanels][kQueries][kPanelWidth];
-  Element ds[2][2][kQueries][64];           // [stage][warpgroup]: a second stage is worth 2 to 5 %
-  float dq[kQueries * Config::kHeadDim];
-  float4 lse[2][32], delta[2][32];          // [stage]: a float4 for each lane of the warp that brings them
-  int batch, first_head;                    // of BackwardWork: here they cost the consumers no registers
-  uint64_t kv_arrived, q_arrived[2], q_released[2], grad_out_arrived[2], grad_out_released[2];
-};
-
-struct BackwardArguments {
-  CUtensorMap q, k, v, grad_out, grad_k, grad_v;
-  Params p;
-  TileGrid queries, keys;
-  BackwardWorkspace workspace;
-  ScoreConstants scores;
-  RowLayout q_layout, k_layout;
-  int copies;                               // Tile::load
-};
-
-// What one block does.
-struct BackwardWork {
-  int kv_head, batch, first_key;
-  int group, first_head;                    // query heads of this key/value head
-  int first_tile, last_tile;                // of queries
-  RowCoordinates q_rows, k_rows;
-  int64_t statistics_tile;                  // number of the first head's first tile; heads are queries.tiles apart
-};
-
-// Named barriers. dq_free and dq_full: one per consumer warpgroup, shared with the warp that adds its part of dq. tile:
-// consumers and the warp that brings row statistics meet here before the first tile and once in each.
-enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4, kTileBarrier = 6 };
-constexpr int kTileThreads = 288;
-
-template <class Config>
-HF_DEVICE void load_keys(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
-  using T = typename Config::OperandTile;
-  constexpr int kKeys = Config::kKeys;
-  mbarrier_expect_bytes(&s.kv_arrived, 2 * T::bytes(kKeys));
-  const int key_row = w.k_rows.row + w.first_key;
-  T::template load<kKeys>(s.k, &a.k, &s.kv_arrived, a.copies, key_row, w.kv_head, w.k_rows.outer);
-  T::template load<kKeys>(s.v, &a.v, &s.kv_arrived, a.copies, key_row, w.kv_head, w.k_rows.outer);
-}
-
-template <class Config>
-HF_DEVICE void load_queries(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
-  using T = typename Config::OperandTile;
-  constexpr int kQueries = Config::kQueries;
-  int stage = 0, phase = 0;
-  HF_NO_UNROLL
-  for (int head = 0; head < w.group; ++head) {
-    HF_NO_UNROLL
-    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
-      const int row = w.q_rows.row + tile * kQueries;
-      mbarrier_wait(&s.q_released[stage], phase ^ 1);
-      mbarrier_expect_bytes(&s.q_arrived[stage], T::bytes(kQueries));
-      T::template load<kQueries>(s.q[stage], &a.q, &s.q_arrived[stage], a.copies, row, w.first_head + head,
-                                 w.q_rows.outer);
-      mbarrier_wait(&s.grad_out_released[stage], phase ^ 1);
-      mbarrier_expect_bytes(&s.grad_out_arrived[stage], T::bytes(kQueries));
-      T::template load<kQueries>(s.grad_out[stage], &a.grad_out, &s.grad_out_arrived[stage], a.copies, row,
-                                 w.first_head + head, w.q_rows.outer);
-      if (++stage == 2) stage = 0, phase ^= 1;
-    }
-  }
-}
-
-// One warp brings LSE and delta, by plain loads and stores: racecheck takes reads of what bulk copies bring for races.
-// Those of a tile come under the work on the one before, where the stage has been read.
-template <class Config>
-HF_DEVICE void bring_statistics(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
-  const int lane = threadIdx.x % 32;
-  int stage = 0;
-  HF_NO_UNROLL
-  for (int head = 0; head < w.group; ++head) {
-    HF_NO_UNROLL
-    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
-      const int64_t index = w.statistics_tile + int64_t(head) * a.queries.tiles + tile;
-      if (lane < Config::kQueries / 4) {
-        s.lse[stage][lane] = reinterpret_cast<const float4*>(a.workspace.lse_log2 + index * Config::kQueries)[lane];
-        s.delta[stage][lane] = reinterpret_cast<const float4*>(a.workspace.delta + index * Config::kQueries)[lane];
-      }
-      stage ^= 1;
-      barrier_sync(kTileBarrier, kTileThreads);
-    }
-  }
-  barrier_arrive(kTileBarrier, kTileThreads);
-}
-
-// One warp adds the part of dq that one consumer warpgroup computes to the fp32 buffer. Deterministic: key tiles in
-// descending order, each when its predecessor's sum is in memory.
-template <class Config>
-HF_DEVICE void add_dq(const BackwardArguments& a, const BackwardWork& w, const Mask& mask, BackwardShared<Config>& s,
-                      int warpgroup) {
-  using Split = DqSplit<Config>;
-  constexpr int kQueries = Config::kQueries;
-  const bool elected = threadIdx.x % 32 == 0, wanted = a.workspace.dq != nullptr;
-  const float* const source = s.dq + warpgroup * Split::kFloats0;
-  const uint32_t bytes = 4 * (warpgroup ? Split::kFloats1 : Split::kFloats0);
-  int32_t* owed = nullptr;                  // deterministic: the turn to pass on once the last sum is in memory
-  HF_NO_UNROLL
-  for (int head = 0; head < w.group; ++head) {
-    HF_NO_UNROLL
-    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
-      const int64_t index = w.statistics_tile + int64_t(head) * a.queries.tiles + tile;
-      barrier_arrive(kDqFreeBarrier + warpgroup, 160);
-      if (owed) {
-        bulk_wait<0>();
-        turn_pass(owed);
-        owed = nullptr;
-      }
-      barrier_sync(kDqFullBarrier + warpgroup, 160);
-      if (elected && wanted) {
-        if (a.workspace.turns) {
-          owed = a.workspace.turns + 2 * index + warpgroup;
-          const int seen = mask.keys(min((tile + 1) * kQueries, mask.q_length) - 1).end - w.first_key;
-          turn_await(owed, ceil_div(seen, Config::kKeys) - 1);   // so many later tiles of keys are seen
-        }
-        float* const target = a.workspace.dq + index * (kQueries * Config::kHeadDim) + warpgroup * Split::kFloats0;
-        bulk_reduce_add(target, source, bytes);
-        bulk_commit();
-        bulk_wait_read<0>();
-      }
-      __syncwarp();
-    }
-  }
-  if (elected && wanted) bulk_wait<0>();
-  if (owed) turn_pass(owed);
-}
 
 template <class Config>
 HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const Mask& mask, BackwardShared<Config>& s,
@@ -373,7 +219,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   w.last_tile = uniform(queries.empty() ? 0 : ceil_div(queries.end, Config::kQueries));
   w.q_rows = a.q_layout.sequence(w.batch, sequence.q_row, sequence.q_length);
   w.k_rows = a.k_layout.sequence(w.batch, sequence.k_row, sequence.k_length);
-  w.statistics_tile = a.queries.first_tile(w.batch, w.first_head);
 
   if (threadIdx.x == 0) {
     mbarrier_init(&s.kv_arrived, 1);
@@ -387,6 +232,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
     fence_async_shared();             // and visible to this thread's own copies, which come before the CTA barrier
     load_keys<Config>(a, w, s);
     s.batch = w.batch, s.first_head = w.first_head;
+    s.first_tile = a.queries.first_tile(w.batch, w.first_head);
   }
   __syncthreads();
 
