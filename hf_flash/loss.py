@@ -116,7 +116,7 @@ def without_logits(module, call, given):
     """
     head, own = module.get_output_embeddings(), module.__dict__["_loss_function"]
     name = "_old_forward" if "_old_forward" in head.__dict__ else "forward"
-    had, old, passed = name in head.__dict__, head.__dict__.get(name), []
+    had, old, passed, asked = name in head.__dict__, head.__dict__.get(name), [], []
 
     def restore():
         if had:
@@ -127,6 +127,7 @@ def without_logits(module, call, given):
     def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
         restore()
         hidden = passed[0]
+        asked.append(True)
         # Hooks of a head may wrap what it returns, and GPT-J and CodeGen cast it: neither changes a value.
         if logits.data_ptr() != hidden.data_ptr() and not (logits.dtype == torch.float32 != hidden.dtype):
             raise RuntimeError(f"{type(module).__name__} changes its logits: patch it with keep_logits=True")
@@ -141,6 +142,10 @@ def without_logits(module, call, given):
     finally:
         restore()
         module._loss_function = own
+    if not passed:  # another library's forward, with a head and a loss of its own
+        return output
+    if not asked:
+        raise RuntimeError(f"{type(module).__name__}'s forward has a loss of its own: patch it with keep_logits=True")
     if isinstance(output, tuple):
         return (output[0], None, *output[2:])
     return type(output)(**{key: value for key, value in output.items() if key != "logits"})

@@ -182,14 +182,15 @@ def test_models_without_a_causal_head_refuse_to_skip_logits_before_anything_chan
     assert not hf_flash.report(model).patched
 
 
-def test_a_head_whose_logits_are_changed_is_refused_without_logits():
-    class Scaled(transformers.LlamaForCausalLM):
+@pytest.mark.parametrize(("own", "reason"), [(False, "changes its logits"), (True, "has a loss of its own")])
+def test_a_forward_that_uses_its_logits_itself_is_refused_without_logits(own, reason):
+    class Other(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels):
             logits = 2 * self.lm_head(self.model(input_ids).last_hidden_state)
-            return self.loss_function(logits, labels, 97)
+            return logits.sum() if own else self.loss_function(logits, labels, 97)
 
-    Scaled.__name__ = "LlamaForCausalLM"
-    model = hf_flash.patch_model(Scaled(make("llama").config), keep_logits=False).train()
-    with pytest.raises(RuntimeError, match="changes its logits"):
+    Other.__name__ = "LlamaForCausalLM"
+    model = hf_flash.patch_model(Other(make("llama").config), keep_logits=False).train()
+    with pytest.raises(RuntimeError, match=reason):
         model(**batch_of_seed(1))
     assert model.lm_head.__dict__.get("forward") is None and model.loss_function is loss.language_loss
