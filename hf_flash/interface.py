@@ -274,9 +274,16 @@ def _obstacle(query, value, attention_mask, layout, kwargs):
         return f"{query.dtype} on CUDA outside autocast (the kernels take float16 and bfloat16)"
     if query.device.type not in ("cuda", "cpu", "meta"):
         return f"no kernels for device {query.device.type}"
+    if not torch.compiler.is_compiling() and _shared_by_torch(F.scaled_dot_product_attention):
+        return "torch's context parallelism shares sequences within sdpa alone (remedy: hf_flash.split_sequences)"
     if query.device.type == "cuda" and not torch.compiler.is_compiling():
         return _no_kernels(query.device)
     return None
+
+
+def _shared_by_torch(sdpa):
+    """Whether context parallelism has put its own function in sdpa's place."""
+    return (getattr(sdpa, "__module__", None) or "").startswith("torch.distributed")
 
 
 def _no_kernels(device):

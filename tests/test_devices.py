@@ -87,3 +87,20 @@ def test_a_model_whose_map_leaves_layers_on_disk(name, tmp_path):
     assert_rows_close(model(**given).logits, plain(**given).logits, mask)
     options = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(model.generate(**given, **options), plain.generate(**given, **options))
+
+
+def test_under_torchs_context_parallelism_attention_is_left_to_sdpa(monkeypatch):
+    """It puts a function of its own in sdpa's place, which alone knows of the other processes' keys."""
+    original, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def shared(*args, **kwargs):
+        calls.append(kwargs["is_causal"])
+        return original(*args, **kwargs)
+
+    shared.__module__ = "torch.distributed.tensor.experimental"
+    model, ids = hf_flash.patch_model(make("llama")), tokens()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", shared)
+    with pytest.warns(UserWarning, match="context parallelism .*split_sequences"):
+        found = model(ids, use_cache=False).logits
+    assert calls == [True, True] and hf_flash.report(model).fused_calls == 0
+    torch.testing.assert_close(found, make("llama")(ids).logits, atol=1e-5, rtol=1e-5)
