@@ -75,7 +75,7 @@ gpu: kernels
 	$(PY) benchmarks/record.py suite --output $(RESULTS)
 	$(PY) benchmarks/attention.py --grid all --isolate --output $(RESULTS)
 	$(PY) benchmarks/models.py --output $(RESULTS)
-	$(PY) benchmarks/readme.py
+	$(PY) benchmarks/readme.py $(RESULTS)
 
 wheel: $(READY)
 	HF_FLASH_ARCHS="8.0;9.0a;10.0;12.0+PTX" $(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .

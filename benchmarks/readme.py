@@ -242,8 +242,9 @@ def write_readme(path, readme=ROOT / "README.md"):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("record", nargs="?", type=Path, default=find_record(RESULTS))
-    write_readme(parser.parse_args(arguments).record)
+    parser.add_argument("record", nargs="?", type=Path, default=RESULTS, help="a record, or the folder of records")
+    path = parser.parse_args(arguments).record
+    write_readme(path if path.suffix == ".json" else find_record(path))
     return 0
 
 
