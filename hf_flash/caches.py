@@ -162,13 +162,17 @@ class GrowingLayer(DynamicLayer):
     # transformers 4.57 makes both empty tensors from the keys.
     _lazy_arguments = DynamicLayer.lazy_initialization.__code__.co_argcount - 1
 
-    def _append(self, key_states, value_states):
+    def reserve(self, key_states, value_states):
+        """Count new rows in, with room for them; the caller writes them."""
         self.settle()
+        for name, span, rows in zip(("keys", "values"), self.spans, (key_states, value_states)):
+            span.reserve(rows, self.limit, self.place and functools.partial(self.place, name))
+
+    def _append(self, key_states, value_states):
         keys, values = self.spans
         empty = keys.start == keys.end
         new = key_states, value_states
-        for name, span, rows in zip(("keys", "values"), self.spans, new):
-            span.reserve(rows, self.limit, self.place and functools.partial(self.place, name))
+        self.reserve(*new)
         if self.deferring and keys.buffer.dtype == values.buffer.dtype == key_states.dtype == value_states.dtype:
             self.pending = new
             return new
@@ -207,8 +211,11 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
             for span in self.spans:
                 span.start = max(span.start, span.end - (self.sliding_window - 1))
 
-    def _append(self, key_states, value_states):
+    def reserve(self, key_states, value_states):
+        super().reserve(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
+
+    def _append(self, key_states, value_states):
         returned = super()._append(key_states, value_states)
         visible = self.sliding_window - 1 + key_states.shape[2]
         if self.record_past and self.pending is None and returned[0].shape[2] > visible:

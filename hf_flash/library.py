@@ -49,7 +49,7 @@ class HfFlashParams(ctypes.Structure):
         + _fields(ctypes.c_int32, "dtype kernel batch heads kv_heads head_dim seq_q seq_k seq_new page_size")
         + _fields(ctypes.c_int32, "window_left window_right rotary_dim rotary_interleaved num_splits deterministic")
         + _fields(ctypes.c_float, "scale softcap dropout_p")
-        + _fields(ctypes.c_int32, "reserved")
+        + _fields(ctypes.c_int32, "rotary_per_token")
     )
 
 

@@ -218,7 +218,8 @@ def _decode_kernel(
         p.new_k, p.new_v, p.seq_new = _tensor(k), _tensor(v), k.shape[1]
     if rotary_cos is not None:
         p.rotary_cos, p.rotary_sin = rotary_cos.data_ptr(), rotary_sin.data_ptr()
-        p.rotary_dim, p.rotary_interleaved = 2 * rotary_cos.shape[1], rotary_interleaved
+        p.rotary_dim, p.rotary_interleaved = 2 * rotary_cos.shape[-1], rotary_interleaved
+        p.rotary_per_token = rotary_cos.dim() == 3
     p.num_splits = num_splits
     library.run(library.DECODE, p, q.device)
     return out, lse

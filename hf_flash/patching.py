@@ -28,6 +28,7 @@ class Adapter:
     tiny          () -> keyword arguments of a small configuration, for the tests
     heads         auto classes that the tests load it with
     replacements  (base model) -> (module, attribute, value) to set where the version has no hook; None: it has
+    rotary        attention classes with Llama's q_proj, k_proj, v_proj, o_proj and rotary embedding
     kwargs_since  first version whose heads pass cu_seq_lens on to the base model
     """
 
@@ -38,6 +39,7 @@ class Adapter:
     heads: tuple[str, ...] = ("AutoModelForCausalLM",)
     replacements: Callable[[torch.nn.Module], Iterable[tuple]] | None = None
     kwargs_since: tuple[int, int] = OLDEST
+    rotary: tuple[str, ...] = ()
 
 
 ADAPTERS: dict[str, Adapter] = {}
@@ -256,6 +258,10 @@ def _patch(model, top, adapter, modules, strict, whole_model, keep_logits, versi
             patch.set(module, "config", new)
     for name, module in modules:
         patch.set(module, RECORD, Record(name, _kind(module), strict, patch.told))
+        if _kind(module) in adapter.rotary:
+            previous = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+            patch.set(module, interface.PREVIOUS, previous)
+            patch.set_forward(module, forward.BoundForward(interface.rotary_attention, module))
     if not on_interface(modules[0][1]):
         for module, name, value in adapter.replacements(base):
             if name == "forward":

@@ -178,10 +178,17 @@ def rotate_and_append(
     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table,
     window_left, window_right, rotary_interleaved,
 ):  # fmt: skip
-    """The first half of decode in plain PyTorch; returns (rotated q, keys in use or None for all)."""
+    """The first half of decode in plain PyTorch; returns (rotated q, keys in use or None for all).
+
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2), or (batch, seq_new, rotary_dim / 2) for the new tokens.
+    """
     if k is None:
         return q, cache_seqlens
-    if rotary_cos is not None:
+    if rotary_cos is not None and rotary_cos.dim() == 3:
+        own = torch.arange(rotary_cos.shape[:2].numel(), device=q.device).view(rotary_cos.shape[:2])
+        tables = rotary_cos.flatten(0, 1), rotary_sin.flatten(0, 1)
+        k, q = (rotate(x, *tables, own, rotary_interleaved) for x in (k, q))
+    elif rotary_cos is not None:
         start = cache_seqlens.long()[:, None]  # rows of the cache, left padding included
         k = rotate(k, rotary_cos, rotary_sin, start + torch.arange(k.shape[1], device=k.device), rotary_interleaved)
         # As in flash-attn: with a causal or local mask each query has its own position, else all share the first.

@@ -34,7 +34,7 @@ class Step(Layout):
         super().__init__(batch, q_length, kv_length)
         self.cache, self.left_pad, self.lengths = cache, left_pad, lengths
         self.given_lengths = lengths is not None
-        self.checked, self.shifted, self.spelt = None, {}, {}
+        self.checked, self.tables, self.shifted, self.spelt = None, None, {}, {}
         for layer in cache.layers:
             layer.deferring = True
 
@@ -62,19 +62,30 @@ class Step(Layout):
 
     def attend(self, module, query, pending, scaling, window, softcap):
         """Write the pending rows and attend: query (batch, heads, new, head_dim) -> (batch, new, heads, head_dim)."""
-        layer = self.cache.layers[module.layer_idx]
-        keys, values = layer.spans
+        self.cache.layers[module.layer_idx].pending = None
+        key, value = (x.transpose(1, 2) for x in pending)
+        return self.decode(module, query.transpose(1, 2), key, value, None, None, scaling, window, softcap)
+
+    def decode(self, module, query, key, value, cos, sin, scaling, window, softcap):
+        """`attend` for rows that were reserved, (batch, new, heads, head_dim), turned by cos and sin (angles)."""
+        keys, values = self.cache.layers[module.layer_idx].spans
         k_cache, v_cache = keys.swapped, values.swapped
         if keys.start:
             k_cache, v_cache = k_cache[:, keys.start :], v_cache[:, keys.start :]
         lengths, left_pad = self._rows(keys.end - self.q_length - keys.start, query.device)
-        layer.pending = None
         out, _ = ops.decode(
-            query.transpose(1, 2), k_cache, v_cache, pending[0].transpose(1, 2), pending[1].transpose(1, 2), None, None,
-            lengths, None, left_pad, None, None, scaling, -1 if window is None else window - 1, 0, softcap or 0.0,
-            False, 0,
+            query, k_cache, v_cache, key, value, cos, sin, lengths, None, left_pad, None, None, scaling,
+            -1 if window is None else window - 1, 0, softcap or 0.0, False, 0,
         )  # fmt: skip
         return out
+
+    def angles(self, cos, sin, dtype):
+        """Llama's (cos, sin) of the new tokens, each angle twice -> (batch, new, rotary_dim / 2), once a step."""
+        if self.tables is None or self.tables[0] is not cos:
+            half = (self.batch, self.q_length, cos.shape[-1] // 2)
+            tables = (x[..., : half[2]].expand(half).to(dtype).contiguous() for x in (cos, sin))
+            self.tables = cos, *tables
+        return self.tables[1:]
 
     def _rows(self, before, device):
         """(lengths, left_pad) for a layer that holds `before` rows; in a sliding window fewer than the mask has."""

@@ -7,6 +7,7 @@ LLAMA = register(
         model_types=("llama", "mistral", "qwen2", "qwen3", "phi3"),
         attention=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Phi3Attention"),
         features=("causal", "gqa", "window"),
+        rotary=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"),
         tiny=lambda: {
             "vocab_size": 97,
             "hidden_size": 64,

@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
     uint4 x = make_uint4(0, 0, 0, 0);
     if (tile.first + row < tile.last && chunk * 8 < p.head_dim) {
       const int position = min(cached_keys(p, batch) + (own_positions ? query : 0), last_position);
-      x = rotated_chunk(p, sequence.q_base<const Element>(p.q, head) + query * p.q.row_stride, chunk * 8, position);
+      x = rotated_chunk(p, sequence.q_base<const Element>(p.q, head) + query * p.q.row_stride, chunk * 8,
+                        angles_row(p, batch, query, position));
     }
     *reinterpret_cast<uint4*>(shared_q + Layout::chunk_offset(row, chunk)) = x;
   }

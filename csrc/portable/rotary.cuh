@@ -32,8 +32,13 @@ HF_DEVICE uint4 rotated_chunk(const Params& p, const Element* row, int column, i
                     pack<Element>(turned[4], turned[5]), pack<Element>(turned[6], turned[7]));
 }
 
+// The row of the angles' tables for a batch's new token, which goes to row `position` of the cache.
+HF_DEVICE int angles_row(const Params& p, int batch, int token, int position) {
+  return p.rotary_per_token ? batch * p.seq_new + token : position;
+}
+
 // Rows `rows` of new_k and new_v (batch, seq_new, kv_heads, head_dim), as far as they exist, of one kv head -> rows
-// used_k + 0 .. seq_new - 1 of the cache, keys turned by the angles of those rows. Rows past the cache's capacity are
+// used_k + 0 .. seq_new - 1 of the cache, keys turned by the angles of angles_row. Rows past the cache's capacity are
 // dropped. The threads of one block call it; blocks that read the same new rows all write them, the same bits, and each
 // reads what it wrote itself.
 template <class Element> HF_DEVICE void append(const Params& p, int batch, int kv_head, Range rows) {
@@ -49,7 +54,7 @@ template <class Element> HF_DEVICE void append(const Params& p, int batch, int k
     const auto target = [&](const Tensor& t) {
       return reinterpret_cast<uint4*>(static_cast<Element*>(t.data) + at.offset(t) + kv_head * t.head_stride + column);
     };
-    *target(p.k) = rotated_chunk(p, source(p.new_k, row), column, cached + row);
+    *target(p.k) = rotated_chunk(p, source(p.new_k, row), column, angles_row(p, batch, row, cached + row));
     *target(p.v) = *reinterpret_cast<const uint4*>(source(p.new_v, row) + column);
   }
   __syncthreads();
