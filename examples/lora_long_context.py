@@ -62,7 +62,7 @@ def load_model(options, kind, device):
         )
     else:
         large = torch.cuda.is_available()
-        layers, width, heads, kv_heads, words = (16, 2048, 16, 8, 32000) if large else (2, 128, 4, 2, 4096)
+        layers, width, heads, kv_heads, words = (16, 2048, 16, 8, 32000) if large else (2, 128, 4, 2, common.VOCABULARY)
         config = transformers.LlamaConfig(
             hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
             intermediate_size=4 * width, vocab_size=words, max_position_embeddings=options.limit,
