@@ -17,13 +17,12 @@ struct Sequence {
     k_batch = k_packed ? 0 : p.cache_batch_idx ? p.cache_batch_idx[batch] : batch;
     q_length = q_packed ? p.cu_seqlens_q[batch + 1] - int(q_row) : p.seq_q;
     k_length = p.used_k ? p.used_k[batch] : k_packed ? p.cu_seqlens_k[batch + 1] - int(k_row) : p.seq_k;
-    if (!k_packed) k_length = min(k_length, p.seq_k);   // what the host could not check must not lead out of the tensor
+    if (p.used_k && !k_packed) k_length = min(max(k_length, 0), p.seq_k);   // the host could not check it
     if (p.leftpad_k) {
-      const int leftpad = max(0, p.leftpad_k[batch]);
+      const int leftpad = max(p.leftpad_k[batch], 0);
       k_row += leftpad;
-      k_length -= leftpad;
+      k_length = max(0, k_length - leftpad);
     }
-    k_length = max(0, k_length);
   }
 
   // Keys the last query sees beyond its own index: the diagonal is aligned bottom-right.
