@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, For
 
   const ForwardWork work(p, schedule, blockIdx.x, kBlockM);
   const int batch = work.batch, head = work.head, first_row = work.first_row;
-  zero_unowned_output<Element>(p);
+  zero_unowned_rows<Element>(p.out, p.cu_seqlens_q, p.batch, p.total_q, p.heads, p.head_dim);
   const Sequence sequence(p, batch);
   if (first_row >= sequence.q_length) return;
 
@@ -232,6 +232,9 @@ template <class Element, int kHeadDim, bool kPlain> int launch_forward(const Par
 }
 
 template <int kHeadDim> int portable_forward(const Params& p, cudaStream_t stream) {
+  // Rows that no sequence owns give 0 here too; in the kernel this would cost registers.
+  if (p.cu_seqlens_q)
+    if (const int error = cudaMemsetAsync(p.lse, 0, p.heads * p.lse_head_stride * sizeof(float), stream)) return error;
   const bool plain = p.softcap <= 0.f && p.alibi_slopes == nullptr && p.dropout_p <= 0.f && p.scale > 0.f &&
                      p.block_table == nullptr;
   if (p.dtype == HF_FLASH_BF16)
