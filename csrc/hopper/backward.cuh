@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   auto& s = *reinterpret_cast<BackwardShared<Config>*>(memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const TilePlace place = a.keys.place(blockIdx.x);
-  const Sequence sequence(a.p, place.batch);
+  Sequence sequence(a.p, place.batch);
+  sequence.k_length = max(0, sequence.k_length);   // as it always is; said here, it spares a spill
   const Mask mask(sequence.q_length, sequence.k_length, a.p.window_left, a.p.window_right);
   const int key_tiles = ceil_div(sequence.k_length, Config::kKeys);
   if (place.tile >= key_tiles) return;
