@@ -38,7 +38,8 @@ class SumOfLosses(torch.autograd.Function):
             counts = wanted != ctx.ignored
             index = wanted.masked_fill(~counts, 0)[:, None]
             probabilities.scatter_add_(1, index, probabilities.new_full((), -1.0).expand_as(index))
-            torch.mul(probabilities, (grad * counts)[:, None], out=out)
+            # Where no target counts the mean's gradient is infinite, and that of every row 0.
+            torch.mul(probabilities, grad.where(counts, 0.0)[:, None], out=out)
         return grads, None, None
 
 
@@ -47,9 +48,12 @@ def _pieces(logits, *others):
     return zip(*(x.split(rows) for x in (logits, *others)))
 
 
-def _targets(labels, ignored, shift_labels):
-    """Each place's target: the label of the next."""
-    return (F.pad(labels, (0, 1), value=ignored)[..., 1:] if shift_labels is None else shift_labels).reshape(-1)
+def _targets(labels, ignored, shift_labels, rows):
+    """Each place's target: the label of the next. Raises ValueError where there are not as many as `rows`."""
+    targets = (F.pad(labels, (0, 1), value=ignored)[..., 1:] if shift_labels is None else shift_labels).reshape(-1)
+    if len(targets) != rows:
+        raise ValueError(f"labels are for {len(targets)} tokens, logits for {rows}: give each token's logits a label")
+    return targets
 
 
 def _mean(total, targets, ignored, items):
@@ -69,8 +73,9 @@ def language_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_in
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    targets = _targets(labels, ignore_index, shift_labels).to(logits.device)
-    total = SumOfLosses.apply(logits.reshape(-1, vocab_size), targets, ignore_index)
+    logits = logits.reshape(-1, vocab_size)
+    targets = _targets(labels, ignore_index, shift_labels, len(logits)).to(logits.device)
+    total = SumOfLosses.apply(logits, targets, ignore_index)
     return _mean(total, targets, ignore_index, num_items_in_batch)
 
 
@@ -131,7 +136,7 @@ def without_logits(module, call, given):
         # Hooks of a head may wrap what it returns, and GPT-J and CodeGen cast it: neither changes a value.
         if logits.data_ptr() != hidden.data_ptr() and not (logits.dtype == torch.float32 != hidden.dtype):
             raise RuntimeError(f"{type(module).__name__} changes its logits: patch it with keep_logits=True")
-        targets = _targets(labels, ignore_index, shift_labels).to(hidden.device)
+        targets = _targets(labels, ignore_index, shift_labels, hidden.shape[:-1].numel()).to(hidden.device)
         total = _loss_by_parts(head, hidden, targets, vocab_size, ignore_index)
         return _mean(total, targets, ignore_index, num_items_in_batch)
 

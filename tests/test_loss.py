@@ -64,12 +64,30 @@ def test_loss_and_gradient_are_as_near_to_fp64_as_stock(dtype, reduction):
         assert (found - right).abs().max() <= 2 * (theirs - right).abs().max() + 1e-6
 
 
-def test_labels_that_are_all_ignored_give_what_stock_gives():
+@pytest.mark.parametrize("items", [None, 0, 3])
+def test_labels_that_are_all_ignored_give_what_stock_gives(items):
+    """A loss that is no number, and gradients that are: one batch without labels must not spoil the weights."""
     logits, labels = torch.randn(1, 4, 97, requires_grad=True), torch.full((1, 4), -100)
-    assert loss.language_loss(logits, labels, 97).isnan() and ForCausalLMLoss(logits, labels, 97).isnan()
-    found = loss.language_loss(logits, labels, 97, num_items_in_batch=3)
+    found = loss.language_loss(logits, labels, 97, num_items_in_batch=items)
+    torch.testing.assert_close(found, ForCausalLMLoss(logits, labels, 97, items), equal_nan=True)
     found.backward()
-    assert found == 0 and logits.grad.abs().max() == 0
+    assert logits.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("keep_logits", [True, False])
+def test_a_batch_without_labels_gives_no_gradient(keep_logits):
+    model = hf_flash.patch_model(pair("llama")[1].train(), keep_logits=keep_logits)
+    given = batch("full")
+    given["labels"] = torch.full_like(given["labels"], -100)
+    model(**given).loss.backward()
+    assert all(p.grad is None or p.grad.abs().max() == 0 for p in model.parameters())
+
+
+def test_labels_of_another_length_are_refused():
+    """Also where pieces of the longer one could be dropped unseen."""
+    rows = loss.PIECE // 97
+    with pytest.raises(ValueError, match=f"labels are for {2 * rows} tokens, logits for {rows}"):
+        loss.language_loss(torch.randn(1, rows, 97), torch.zeros(1, 2 * rows, dtype=torch.long), 97)
 
 
 @pytest.mark.parametrize("keep_logits", [True, False])
