@@ -31,6 +31,13 @@ class Span:
         self.buffer = self.swapped = None
         self.start, self.end, self.own = 0, 0, False
 
+    def __getstate__(self):
+        return self.buffer, self.start, self.end, self.own
+
+    def __setstate__(self, state):  # pickled apart, `swapped` would be other memory
+        self.buffer, self.start, self.end, self.own = state
+        self.swapped = self.buffer.transpose(1, 2) if self.own else None
+
     def view(self):
         buffer, rows = self.buffer, self.end - self.start
         if buffer is None or buffer.dim() != 4 or rows == buffer.shape[2]:

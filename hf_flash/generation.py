@@ -1,13 +1,14 @@
 """What `generate` of a patched model does by itself: it keeps keys and values in a cache that grows in place."""
 
 import inspect
+from contextvars import ContextVar
 
 from .forward import STATE, BoundForward
 from .graphs import KEPT, Graphs
 from .steps import PRIVATE, cache_of
 
-# The caches that a model's `generate` has made and not yet handed out.
-CACHES = "_hf_flash_caches"
+# The caches that the `generate` under way has made and not yet handed out.
+made_here = ContextVar("made_here", default=None)
 LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
@@ -35,7 +36,6 @@ class BoundMethod(BoundForward):
 def install(patch, top):
     """Set the methods of a patched model that can generate."""
     if hasattr(top, "_prepare_cache_for_generation"):
-        patch.set(top, CACHES, [])
         patch.set(top, "generate", BoundMethod(generate, top, "generate"))
         patch.set(
             top, "_prepare_cache_for_generation", BoundMethod(prepare_cache, top, "_prepare_cache_for_generation")
@@ -44,14 +44,14 @@ def install(patch, top):
 
 def generate(top, *args, **kwargs):
     """The class's own `generate`. A cache that it made is its own until it returns."""
-    caches = getattr(top, CACHES)
-    before = len(caches)
+    made = []
+    outer = made_here.set(made)
     try:
         return type(top).generate(top, *args, **kwargs)
     finally:
-        for cache in caches[before:]:
+        made_here.reset(outer)
+        for cache in made:
             setattr(cache, PRIVATE, False)
-        del caches[before:]
 
 
 def prepare_cache(top, *args, **kwargs):
@@ -68,8 +68,10 @@ def prepare_cache(top, *args, **kwargs):
         return returned
     length, graphs = given.get("max_cache_length"), graphs_of(top)
     if grow(cache, length, graphs and graphs.lease(cache, length)):
-        getattr(top, CACHES).append(cache)
-        setattr(cache, PRIVATE, _loop_is_stock(top))
+        made = made_here.get()
+        if made is not None:
+            made.append(cache)
+            setattr(cache, PRIVATE, _loop_is_stock(top))
     return returned
 
 

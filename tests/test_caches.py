@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import random
+import threading
 import weakref
 
 import pytest
@@ -50,6 +51,8 @@ def assert_same(stock, ours):
     assert ours.get_seq_length() == stock.get_seq_length()
     for name in ("keys", "values"):
         assert torch.equal(getattr(ours, name), getattr(stock, name))
+    for span in ours.spans:  # what a kernel writes is what is read
+        assert not span.own or span.swapped.data_ptr() == span.buffer.data_ptr()
 
 
 def change(kind, stock, ours):
@@ -206,6 +209,33 @@ def test_a_mask_that_changes_its_past_is_read_anew_outside_generate():
                 found.append(model(**given, **{CACHE: cache}, use_cache=True).logits)
     for ours_, stock_ in zip(found[2:], found[:2]):
         torch.testing.assert_close(ours_, stock_, atol=1e-5, rtol=1e-5)
+
+
+def test_calls_that_overlap_keep_their_caches_apart():
+    """One begins when the other has made its cache, and makes its own when that one has ended."""
+    model = hf_flash.patch_model(make("llama").eval())
+    ids, mask = prompt("full")
+    prepare, began, ended = model._prepare_cache_for_generation, threading.Event(), threading.Event()
+    returned = []
+
+    def in_turn(*args, **kwargs):
+        if threading.current_thread() is thread:
+            began.set()
+            ended.wait(60)
+            return prepare(*args, **kwargs)
+        prepare(*args, **kwargs)
+        thread.start()
+        assert began.wait(60)
+
+    def run():
+        returned.append(generate(model, ids, mask, 2, do_sample=False, return_dict_in_generate=True)[CACHE])
+
+    model._prepare_cache_for_generation = in_turn
+    thread = threading.Thread(target=run)
+    run()
+    ended.set()
+    thread.join(60)
+    assert [getattr(cache, steps.PRIVATE) for cache in returned] == [False, False]
 
 
 def test_a_cache_made_in_inference_mode_goes_on_outside():
