@@ -207,10 +207,11 @@ def _step_attention(module, step, query, key, scaling, window, softcap, kwargs):
 def rotary_attention(module, *args, **kwargs):
     """Forward of an attention module like Llama's: in a decoding step the kernel turns queries and keys as well."""
     step = kwargs.get("attention_mask")
-    if type(step) is Step and not args and cache_of(kwargs) is step.cache:
+    if type(step) is Step and step.turns and not args and cache_of(kwargs) is step.cache:
         out = _rotary_step(module, step, **kwargs)
         if out is not None:
             return out, None
+        step.turns = False
     previous = module.__dict__.get(PREVIOUS)
     return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
 

@@ -27,6 +27,7 @@ class Step(Layout):
     mask      (batch, keys) bool, or None where every key is a token; made when first asked for
     left_pad  (batch,) int32, keys to skip at the start of each row, or None
     lengths   (batch,) int32 on the device, rows in the buffers before the step; given by a captured step
+    turns     whether the kernel may turn queries and keys: a layer that found otherwise had projected in vain
     """
 
     def __init__(self, cache, batch, q_length, kv_length, raw_mask=None, left_pad=None, lengths=None):
@@ -35,6 +36,7 @@ class Step(Layout):
         self.cache, self.left_pad, self.lengths = cache, left_pad, lengths
         self.given_lengths = lengths is not None
         self.checked, self.tables, self.shifted, self.spelt = None, None, {}, {}
+        self.turns = True
         for layer in cache.layers:
             layer.deferring = True
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import hf_flash
-from hf_flash import caches, steps
+from hf_flash import caches, interface, steps
 
 CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 
@@ -324,3 +324,18 @@ def test_a_layer_that_does_not_fit_the_step_takes_the_long_way(name, kind, monke
     monkeypatch.setattr(steps.Step, "pending_of", lambda *_: None)
     expected = generate(stock, ids, mask, 8, do_sample=False)
     assert torch.equal(generate(ours, ids, mask, 8, do_sample=False), expected)
+
+
+def test_layers_of_a_step_whose_kernel_cannot_turn_them_project_once(monkeypatch):
+    """The first finds it out after projecting, and the others do not try."""
+    _, ours = pair("llama")
+    ids, mask = prompt("left")
+    projected = []
+    for module in ours.modules():
+        if hasattr(module, "q_proj"):
+            module.q_proj.register_forward_hook(lambda *_: projected.append(1))
+    monkeypatch.setattr(interface, "_fits_step", lambda *_: False)
+    generate(ours, ids, mask, 1, do_sample=False)
+    layers, before = len(projected), len(projected)
+    generate(ours, ids, mask, 2, do_sample=False)
+    assert layers == 2 and len(projected) - before == layers + layers + 1
