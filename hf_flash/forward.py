@@ -14,7 +14,7 @@ from .interface import PACKED, packed_arguments
 from .layout import Inputs, Layout, build_layout
 
 STATE = "_hf_flash_state"
-HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+HEADS = (*loss.CAUSAL_HEADS, "ForMaskedLM")
 
 
 class BoundForward:
@@ -152,8 +152,7 @@ def base_forward(module, *args, **kwargs):
     state = getattr(module, STATE)
     given = dict(zip(state.names, args), **kwargs)
     packed, state.packed = state.packed, None
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    tokens = wholemodel.tokens_of(given)
     mask = given.get("attention_mask")
     if not state.active or tokens is None:
         return state.call(module, given)
@@ -176,7 +175,7 @@ def base_forward(module, *args, **kwargs):
     if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         positions = given.get("position_ids")
         positions = positions if isinstance(positions, torch.Tensor) and length > 1 else None
-        cache = given.get("past_key_values")
+        cache = steps.cache_of(given)
         past = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         past = past if isinstance(past, int) else 0
         inputs = Inputs(batch, length, mask, positions, *packed, _weights_wanted(module, given), past)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from .hooks import forward_name
+
 # Elements of fp32 that a piece holds, and elements of logits that are there at a time where they are not kept.
 PIECE, PART = 1 << 24, 1 << 28
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
@@ -48,9 +50,14 @@ def _pieces(logits, *others):
     return zip(*(x.split(rows) for x in (logits, *others)))
 
 
+def next_labels(labels, ignored):
+    """(..., length) -> the same shape: at each place the label of the next, at the last `ignored`."""
+    return F.pad(labels, (0, 1), value=ignored)[..., 1:]
+
+
 def _targets(labels, ignored, shift_labels, rows):
-    """Each place's target: the label of the next. Raises ValueError where there are not as many as `rows`."""
-    targets = (F.pad(labels, (0, 1), value=ignored)[..., 1:] if shift_labels is None else shift_labels).reshape(-1)
+    """Each place's target, in one row. Raises ValueError where there are not as many as `rows`."""
+    targets = (next_labels(labels, ignored) if shift_labels is None else shift_labels).reshape(-1)
     if len(targets) != rows:
         raise ValueError(f"labels are for {len(targets)} tokens, logits for {rows}: give each token's logits a label")
     return targets
@@ -120,7 +127,7 @@ def without_logits(module, call, given):
     backward pass again. The head is called as a module, so it may be sharded, quantised or an adapter.
     """
     head, own = module.get_output_embeddings(), module.__dict__["_loss_function"]
-    name = "_old_forward" if "_old_forward" in head.__dict__ else "forward"
+    name = forward_name(head)
     had, old, passed, asked = name in head.__dict__, head.__dict__.get(name), [], []
 
     def restore():

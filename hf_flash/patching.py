@@ -12,6 +12,7 @@ from types import MethodType
 import torch
 
 from . import forward, generation, interface, loss
+from .hooks import forward_name
 from .record import RECORD, Record, Report, row_of
 
 PATCH = "_hf_flash_patch"
@@ -83,14 +84,13 @@ class Patch:
         setattr(module, name, value)
 
     def set_forward(self, module, value):
-        # Under accelerate's hooks the forward to replace is the one they kept.
-        name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+        name = forward_name(module)
         self.forwards.append((module, value, name in module.__dict__, module.__dict__.get(name)))
         setattr(module, name, value)
 
     def bind(self, module, function, **options):
-        name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-        setattr(module, forward.STATE, forward.State(module, module.__dict__.get(name), **options))
+        previous = module.__dict__.get(forward_name(module))
+        setattr(module, forward.STATE, forward.State(module, previous, **options))
         self.set_forward(module, forward.BoundForward(function, module))
 
     def revert(self):
@@ -259,8 +259,7 @@ def _patch(model, top, adapter, modules, strict, whole_model, keep_logits, versi
     for name, module in modules:
         patch.set(module, RECORD, Record(name, _kind(module), strict, patch.told))
         if _kind(module) in adapter.rotary:
-            previous = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
-            patch.set(module, interface.PREVIOUS, previous)
+            patch.set(module, interface.PREVIOUS, module.__dict__.get(forward_name(module)))
             patch.set_forward(module, forward.BoundForward(interface.rotary_attention, module))
     if not on_interface(modules[0][1]):
         for module, name, value in adapter.replacements(base):

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from . import forward, patching, wholemodel
 from .layout import Inputs, Layout, Rows, build_layout
+from .loss import CAUSAL_HEADS, next_labels
+from .steps import cache_of
 
-CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 
 
@@ -130,7 +131,7 @@ class Split:
 
     def steps_back(self, given):
         """Whether this forward is run whole in every process, as it keeps a cache."""
-        kept = bool(given.get("use_cache")) or any(given.get(name) is not None for name in ("past_key_values", "cache"))
+        kept = bool(given.get("use_cache")) or cache_of(given) is not None
         if kept and not self.told:
             warnings.warn("hf_flash: a forward that keeps a cache is not split", UserWarning, stacklevel=3)
             self.told = True
@@ -142,8 +143,8 @@ class Split:
         labels, mask = given.pop("labels", None), given.pop("attention_mask", None)
         targets = given.pop("shift_labels", None)
         if targets is None and labels is not None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=wholemodel.IGNORED)
-        tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+            targets = next_labels(labels, wholemodel.IGNORED)
+        tokens = wholemodel.tokens_of(given)
         batch, length = tokens.shape[:2]
         mask = torch.ones(batch, length, dtype=torch.bool, device=tokens.device) if mask is None else mask
         rows = self.measure(module, given, tokens, mask, labels)

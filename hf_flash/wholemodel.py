@@ -14,6 +14,12 @@ IGNORED = -100
 UNFIT = ("head_mask", "encoder_hidden_states", "cache", "past_key_values")
 
 
+def tokens_of(given):
+    """What a forward was given for its tokens: input_ids, inputs_embeds or None."""
+    tokens = given.get("input_ids")
+    return given.get("inputs_embeds") if tokens is None else tokens
+
+
 def empty_cache(module, given):
     """The dynamic cache that this forward begins to fill, or None; in training it would have to carry gradients."""
     cache = cache_of(given)
@@ -77,8 +83,7 @@ def layout_obstacle(module, given, layout):
 def labels_fit(given):
     """Whether a head's loss can be computed on tokens alone, as far as shapes tell."""
     mask, labels = given.get("attention_mask"), given.get("labels")
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    tokens = tokens_of(given)
     if not all(isinstance(x, torch.Tensor) for x in (tokens, mask, labels)):
         return False
     kept = given.get("logits_to_keep", 0)
@@ -104,9 +109,7 @@ def forward(module, state, given, layout):
     """Run the module's own forward on the tokens alone and put its outputs back into the grid."""
     rows, batch, length = layout.keys, layout.batch, layout.q_length
     given = {name: value for name, value in given.items() if name != "cache_position"}
-    tokens = given.get("input_ids")
-    tokens = given["inputs_embeds"] if tokens is None else tokens
-    device = tokens.device
+    device = tokens_of(given).device
     indices, total = rows.indices.to(device), rows.indices.shape[0]
     if given.get("position_ids") is None:
         given["position_ids"] = torch.arange(length, device=device)[None]
