@@ -10,13 +10,14 @@ model is right where it is no farther from stock than that.
 import argparse
 import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import record as records
 import torch
 import transformers
 from tqdm import tqdm
-from workloads import ROWS, build, common, optimiser, shrunk, train_step, training_batch
+from workloads import ROWS, build, clean, common, optimiser, shrunk, train_step, training_batch
 
 from hf_flash import timing
 
@@ -25,6 +26,7 @@ KINDS = ("hf_flash", "sdpa", "eager", "fp32")
 
 def train(row, kind, text, device, tiny, steps, bar):
     """The loss of every step of one kind, or the reason why there is none."""
+    clean(device)
     try:
         model = build(row, "sdpa" if kind == "fp32" else kind, device, tiny)
         model = (model.float() if kind == "fp32" else model).train()
@@ -61,27 +63,29 @@ def summary(losses):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="train", help="parts of the rows' names: " + ", ".join(r.name for r in ROWS))
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="also with additions, as in models.py: hf_flash+compile"
+    )
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the record, or a .json file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     tiny = device.type == "cpu"
-    wanted = options.rows.split(",")
+    wanted, kinds = options.rows.split(","), options.kinds.split(",")
     rows = [row for row in ROWS if row.task != "generate" and any(word in row.name for word in wanted)]
     rows = list(dict.fromkeys(map(shrunk, rows))) if tiny else rows
     transformers.logging.set_verbosity_error()
     text, found = common.standard_library(), {}
     recorder = records.Recorder(options.output, device.type, timing.ceilings(device, 5))
-    with tqdm(total=len(rows) * len(KINDS) * options.steps, unit="step") as bar:
+    with tqdm(total=len(rows) * len(kinds) * options.steps, unit="step") as bar:
         for row in rows:
             losses = {}
-            for kind in KINDS:
+            for kind in kinds:
                 bar.set_description(f"{row.name} {kind}")
                 losses[kind] = train(row, kind, text, device, tiny, options.steps, bar)
             trained = {kind: values for kind, values in losses.items() if isinstance(values, list)}
-            case = {"model": row.model, "task": row.task, "batch": row.batch, "seq": row.seq, "fill": row.fill}
-            recorder.add("models", {**case, "losses": trained})
+            recorder.add("models", {**asdict(row), "losses": trained})
             found[row.name] = losses
     for name, losses in found.items():
         lines, distances = summary(losses)

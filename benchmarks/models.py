@@ -1,9 +1,8 @@
-"""Stock Hugging Face models end to end, patched and not: tokens/s, peak memory, losses; prefill and decoding steps.
+"""Stock Hugging Face models end to end, patched and not: tokens/s, peak memory; prefill and decoding steps.
 
     python benchmarks/models.py --rows gpt2-355m --minutes 3
     python benchmarks/models.py --rows llama-1b/train --modes hf_flash,sdpa,hf_flash+compile,sdpa+compile
     python benchmarks/models.py --rows llama-1b/generate --modes hf_flash,hf_flash+graphs,sdpa,sdpa+static
-    python benchmarks/models.py --losses 50 --rows llama-1b/train
     python benchmarks/models.py --longest="--limit 262144"    # the longest context that trains, by an example's program
 
 Random weights in bf16, text of Python's standard library byte by byte, fused AdamW; a training step is forward,
@@ -15,18 +14,18 @@ offered, patched) and what is added to it: "+compile", "+liger", "+no_logits" (k
 
 import argparse
 import contextlib
-import gc
 import signal
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import record as records
 import torch
 import transformers
 from tqdm import tqdm
-from workloads import ROWS, build, common, optimiser, prompt_batch, shrunk, train_step, training_batch
+from workloads import ROWS, build, clean, common, optimiser, prompt_batch, shrunk, train_step, training_batch
 
 from hf_flash import timing
 
@@ -56,14 +55,6 @@ def time_limit(seconds):
 def wait(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def clean(device):
-    gc.collect()
-    torch.compiler.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_gib(device):
@@ -127,16 +118,6 @@ def measure_generation(model, row, mode, text, device, new_tokens, repeats=2):
     }
 
 
-def measure_losses(row, mode, text, device, tiny, steps):
-    """The loss of every training step from the same weights on the same data."""
-    clean(device)
-    model = build(row, mode, device, tiny)
-    model.train()
-    optimizer = optimiser(model, device)
-    losses = [train_step(model, optimizer, training_batch(row, text, step, device)[0]) for step in range(steps)]
-    return [round(loss.item(), 4) for loss in losses]
-
-
 def measure_mode(row, mode, text, device, options):
     clean(device)
     model = build(row, mode, device, options.tiny)
@@ -155,22 +136,19 @@ def reason_of(error, row):
 
 def measure_row(row, modes, text, device, options, report):
     """Calls report(record rows) whenever a mode has been measured; later turns refine earlier ones."""
-    results, errors, losses = {}, {}, {}
+    results, errors = {}, {}
     for turn in range(options.turns):
         for mode in modes if turn % 2 == 0 else modes[::-1]:
             if mode in errors:
                 continue
             try:
                 with time_limit(options.seconds):
-                    if options.losses:
-                        losses[mode] = measure_losses(row, mode, text, device, options.tiny, options.losses)
-                    else:
-                        measured = measure_mode(row, mode, text, device, options)
-                        results.setdefault(mode, []).append(measured)
+                    measured = measure_mode(row, mode, text, device, options)
+                    results.setdefault(mode, []).append(measured)
             except Exception as error:
                 errors[mode] = reason_of(error, row)
                 tqdm.write(f"{row.name} {mode}: {errors[mode]}")
-            report(record_rows(row, results, errors, losses))
+            report(record_rows(row, results, errors))
 
 
 def split_mode(mode):
@@ -179,14 +157,13 @@ def split_mode(mode):
     return attention, "+".join("captured step" if a in ("graphs", "static") else a for a in additions)
 
 
-def record_rows(row, results, errors, losses):
+def record_rows(row, results, errors):
     """A row of the record per addition, so that like stands beside like."""
     rows = {}
 
     def put(mode, name, value):
         attention, addition = split_mode(mode)
-        fresh = {"model": row.model, "task": row.task, "batch": row.batch, "seq": row.seq, "fill": row.fill}
-        merged = rows.setdefault(addition, {**fresh, **({"with": addition} if addition else {})})
+        merged = rows.setdefault(addition, {**asdict(row), **({"with": addition} if addition else {})})
         merged.setdefault(name, {})[attention] = value
 
     for mode, measured in results.items():
@@ -197,8 +174,6 @@ def record_rows(row, results, errors, losses):
                 put(mode, name, float(f"{middle:.5g}"))
     for mode, reason in errors.items():
         put(mode, "errors", reason)
-    for mode, values in losses.items():
-        put(mode, "losses", values)
     return list(rows.values())
 
 
@@ -212,8 +187,6 @@ def describe(merged):
         else:
             extra.append(f"{merged['model_tflops'][mode]:.3g} TFLOP/s")
         words.append(f"{mode} {value:,.0f} tok/s ({', '.join(extra)})")
-    for mode, losses in merged.get("losses", {}).items():
-        words.append(f"{mode} loss {losses[0]:.4f} -> {statistics.mean(losses[-5:]):.4f}")
     return " | ".join(words)
 
 
@@ -242,7 +215,6 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=8, help="training steps to time")
     parser.add_argument("--new-tokens", type=int, default=32, help="decoding steps to time")
     parser.add_argument("--turns", type=int, default=2, help="times that each mode is measured")
-    parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="compare losses instead of speed")
     parser.add_argument(
         "--longest", nargs="?", const="", metavar="ARGUMENTS", help="find the longest context that trains instead"
     )
@@ -254,8 +226,6 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     options.tiny |= device.type == "cpu"
-    if options.losses:
-        options.turns = 1
     wanted = [word for word in options.rows.split(",") if word]
     rows = [row for row in ROWS if not wanted or any(word in row.name for word in wanted)]
     if options.tiny:

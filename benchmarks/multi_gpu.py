@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -207,8 +207,7 @@ def add(cell, options, measured):
     recorder = records.Recorder(options.output, options.device)
     recorder.run = options.run
     gpus = 1 if cell.sharing == "one" else options.gpus
-    fresh = {"model": cell.row.model, "task": cell.row.task, "batch": cell.row.batch, "seq": cell.row.seq}
-    recorder.add("models", {**fresh, "fill": cell.row.fill, "gpus": gpus, "sharing": cell.sharing, **measured})
+    recorder.add("models", {**asdict(cell.row), "gpus": gpus, "sharing": cell.sharing, **measured})
 
 
 # ---- the parent ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Random weights in bf16, text of Python's standard library byte by byte, fused Ad
 backward, clipping and the optimiser.
 """
 
+import gc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,15 @@ def build(row, mode, device, tiny):
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def clean(device):
+    """Gives back what earlier models held, and measures the peak of memory from here."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def training_batch(row, text, step, device):
