@@ -1,6 +1,6 @@
 """CodeGen: GPT-J's attention with one fused projection; CodeGen2 loads as it."""
 
-from ..interface import replace_inner
+from ..off_interface import replace_inner
 from ..patching import Adapter, register
 from .gptj import GPTJ
 

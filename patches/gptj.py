@@ -1,6 +1,6 @@
 """GPT-J: interleaved partial rotary embeddings, parallel attention and MLP, head dim 256 in the 6B model."""
 
-from ..interface import replace_inner
+from ..off_interface import replace_inner
 from ..patching import Adapter, register
 
 GPTJ = register(
