@@ -175,6 +175,7 @@ def test_mixed_inputs_attend_in_the_half_precision_among_them(dtypes, half):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gptj", "bert"])
 def test_recomputation_outside_autocast_attends_in_the_same_dtype(name, reentrant, monkeypatch):
+    """Row 76."""
     dtypes, original = [], layout.flash_attn_varlen_func
     monkeypatch.setattr(
         layout,
