@@ -16,7 +16,8 @@ UNSUPPORTED, NO_KERNEL_IMAGE, NO_TENSOR_MAP, WORKSPACE_TOO_SMALL = 1001, 1002, 1
 _CUDA_OUT_OF_MEMORY, _CUDA_NO_KERNEL_IMAGE, _CUDA_UNSUPPORTED_PTX = 2, 209, 222
 FORWARD, BACKWARD, DECODE = 0, 1, 2
 _PASSES = ("hf_flash_forward", "hf_flash_backward", "hf_flash_decode")
-_KERNELS = {"auto": 0, "portable": 1, "hopper": 2}
+AUTO = 0
+_KERNELS = {"auto": AUTO, "portable": 1, "hopper": 2}
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 

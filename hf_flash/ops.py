@@ -15,7 +15,9 @@ _SETTINGS = (
     "float dropout_p"
 )
 
-_DECODE_ROWS = 64  # query rows for each kv head from which the forward kernel serves a cache better
+# The decode kernel packs a group's heads into one tile and splits the keys; with more query rows for each kv head than
+# this, or fewer keys for each row, the forward kernel serves better.
+_DECODE_ROWS, _DECODE_KEYS = 64, 8
 
 _definitions = torch.library.Library("hf_flash", "DEF")
 _definitions.define(
@@ -104,6 +106,12 @@ def _params(
     return p
 
 
+def _few_queries(q, k, block_table):
+    rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    keys = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
+    return rows <= _DECODE_ROWS and keys >= _DECODE_KEYS * rows
+
+
 def _forward_kernel(
     q, k, v, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, cache_batch_idx, block_table, alibi_slopes, rng_state,
     *settings,
@@ -115,6 +123,13 @@ def _forward_kernel(
     if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    if cu_seqlens_q is None and cu_seqlens_k is None and _few_queries(q, k, block_table):
+        *_, scale, window_left, window_right, softcap, dropout_p = settings
+        if dropout_p == 0 and library.kernel_choice() == library.AUTO:
+            return _decode_kernel(
+                q, k, v, None, None, None, None, used_k, cache_batch_idx, leftpad_k, block_table, alibi_slopes, scale,
+                window_left, window_right, softcap, False, 0,
+            )  # fmt: skip
     p = _params(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, used_k, leftpad_k, alibi_slopes, rng_state, *settings)
     if cache_batch_idx is not None:
         p.cache_batch_idx = cache_batch_idx.data_ptr()

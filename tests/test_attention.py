@@ -1,6 +1,7 @@
 """flash_attn_func and its packed forms: every feature, dtype and head dim against fp64."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -149,6 +150,21 @@ def test_query_heads_share_the_kv_head_of_their_group(backend):
     q = torch.zeros(1, 3, 8, 64, dtype=v.dtype, device=v.device)
     hf_flash.flash_attn_func(q, v.detach(), v).sum().backward()
     assert (v.grad - 4).abs().max() < 0.05  # 4 heads, three weights of 1/3
+
+
+@pytest.mark.parametrize("features", [{"causal": True}, {"window_size": (70, 2)}, {"softcap": 3.0}], ids=str)
+def test_few_queries_against_many_keys_share_a_tile_with_their_group(backend, features, monkeypatch):
+    """On the GPU they run on the decode kernel, which packs a group's heads and splits the keys; dropout does not."""
+    passes, run = [], library.run
+    monkeypatch.setattr(library, "run", lambda which, *rest: passes.append(which) or run(which, *rest))
+    q = make((2, 3, 8, 64), backend.dtypes[0], backend.device)
+    k, v = (make((2, 300, 2, 64), backend.dtypes[0], backend.device) for _ in range(2))
+    attend = functools.partial(hf_flash.flash_attn_func, return_lse=True, **features)
+    check(attend, q, k, v, grad_lse=True, **features)
+    hf_flash.flash_attn_func(q, k, v, dropout_p=0.1)
+    hf_flash.flash_attn_func(q, k[:, :90], v[:, :90])
+    forward, backward, decode = library.FORWARD, library.BACKWARD, library.DECODE
+    assert passes == ([decode, backward, forward, forward] if backend.kernels else [])
 
 
 @pytest.mark.parametrize("seq_q", [1, 2])
