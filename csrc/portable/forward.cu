@@ -200,6 +200,7 @@ __global__ void __launch_bounds__(ForwardConfig<kHeadDim, kPlain>::kThreads, For
     }
   }
 
+  __syncwarp();   // the output takes the place of the warp's own queries, which all its lanes have read
   // What the loop has no use for is computed again: it would cost registers there.
   const ForwardWork done(p, schedule, volatile_opaque(blockIdx.x), kBlockM);
   const Sequence queries(p, done.batch);
