@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from . import library
 from .layout import Inputs, Layout, attend, build_layout
 from .record import RECORD, Record
-from .steps import Step, cache_of
+from .steps import Step
 
 # transformers takes any name that contains "flash" for the flash-attn package.
 NAME = "hf_fused"
 MAX_HEAD_DIM = 256
-# The forward that an attention module's instance had before `rotary_attention`, if any.
-PREVIOUS = "_hf_flash_previous"
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments that only eager attention understands.
 EXTRAS = ("position_bias", "s_aux", "head_mask")
@@ -198,44 +196,13 @@ def _step_attention(module, step, query, key, scaling, window, softcap, kwargs):
     if pending is None:
         return None
     key, value = pending
-    if not _fits_step(module, step, query, key, value, kwargs):
+    if not fits_step(module, step, query, key, value, kwargs):
         return None
     record_of(module).count_fused(query.device)
     return step.attend(module, query.to(key.dtype), pending, scaling, window, softcap)
 
 
-def rotary_attention(module, *args, **kwargs):
-    """Forward of an attention module like Llama's: in a decoding step the kernel turns queries and keys as well."""
-    step = kwargs.get("attention_mask")
-    if type(step) is Step and step.turns and not args and cache_of(kwargs) is step.cache:
-        out = _rotary_step(module, step, **kwargs)
-        if out is not None:
-            return out, None
-        step.turns = False
-    previous = module.__dict__.get(PREVIOUS)
-    return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
-
-
-def _rotary_step(module, step, hidden_states, position_embeddings, **kwargs):
-    """`rotary_attention` in a decoding step, or None where the layer takes its own way."""
-    layer = step.cache.layers[module.layer_idx]
-    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    query, key, value = (getattr(module, name)(hidden_states).view(shape) for name in ("q_proj", "k_proj", "v_proj"))
-    if hasattr(module, "q_norm"):
-        query, key = module.q_norm(query), module.k_norm(key)
-    keys, values = layer.spans
-    one_dtype = query.dtype == key.dtype == value.dtype == keys.buffer.dtype == values.buffer.dtype
-    if not one_dtype or not _fits_step(module, step, query, key, value, kwargs):
-        return None
-    layer.reserve(key.transpose(1, 2), value.transpose(1, 2))
-    record_of(module).count_fused(query.device)
-    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    angles = step.angles(*position_embeddings, query.dtype)
-    out = step.decode(module, query, key, value, *angles, module.scaling, window, None)
-    return module.o_proj(out.flatten(2))
-
-
-def _fits_step(module, step, query, key, value, kwargs):
+def fits_step(module, step, query, key, value, kwargs):
     """Whether the decode kernel takes a layer's call. Looked into once for a step whose layers are alike."""
     given = key, value
     signature = query.dtype, key.dtype, value.dtype, query.shape, key.shape, value.shape, query.device

@@ -11,9 +11,10 @@ from types import MethodType
 
 import torch
 
-from . import forward, generation, interface, loss
+from . import forward, generation, interface, loss, rotary
 from .hooks import forward_name
 from .record import RECORD, Record, Report, row_of
+from .rotary import Rotary
 
 PATCH = "_hf_flash_patch"
 OLDEST = (4, 57)
@@ -29,7 +30,7 @@ class Adapter:
     tiny          () -> keyword arguments of a small configuration, for the tests
     heads         auto classes that the tests load it with
     replacements  (base model) -> (module, attribute, value) to set where the version has no hook; None: it has
-    rotary        attention classes with Llama's q_proj, k_proj, v_proj, o_proj and rotary embedding
+    rotary        attention class -> Rotary, where the decode kernel may turn its queries and keys
     kwargs_since  first version whose heads pass cu_seq_lens on to the base model
     """
 
@@ -40,7 +41,7 @@ class Adapter:
     heads: tuple[str, ...] = ("AutoModelForCausalLM",)
     replacements: Callable[[torch.nn.Module], Iterable[tuple]] | None = None
     kwargs_since: tuple[int, int] = OLDEST
-    rotary: tuple[str, ...] = ()
+    rotary: dict[str, Rotary] = field(default_factory=dict)
 
 
 ADAPTERS: dict[str, Adapter] = {}
@@ -259,8 +260,8 @@ def _patch(model, top, adapter, modules, strict, whole_model, keep_logits, versi
     for name, module in modules:
         patch.set(module, RECORD, Record(name, _kind(module), strict, patch.told))
         if _kind(module) in adapter.rotary:
-            patch.set(module, interface.PREVIOUS, module.__dict__.get(forward_name(module)))
-            patch.set_forward(module, forward.BoundForward(interface.rotary_attention, module))
+            patch.set(module, rotary.STATE, (adapter.rotary[_kind(module)], module.__dict__.get(forward_name(module))))
+            patch.set_forward(module, forward.BoundForward(rotary.forward, module))
     if not on_interface(modules[0][1]):
         for module, name, value in adapter.replacements(base):
             if name == "forward":

@@ -66,9 +66,9 @@ class Step(Layout):
         """Write the pending rows and attend: query (batch, heads, new, head_dim) -> (batch, new, heads, head_dim)."""
         self.cache.layers[module.layer_idx].pending = None
         key, value = (x.transpose(1, 2) for x in pending)
-        return self.decode(module, query.transpose(1, 2), key, value, None, None, scaling, window, softcap)
+        return self.decode(module, query.transpose(1, 2), key, value, None, None, False, scaling, window, softcap)
 
-    def decode(self, module, query, key, value, cos, sin, scaling, window, softcap):
+    def decode(self, module, query, key, value, cos, sin, interleaved, scaling, window, softcap):
         """`attend` for rows that were reserved, (batch, new, heads, head_dim), turned by cos and sin (angles)."""
         keys, values = self.cache.layers[module.layer_idx].spans
         k_cache, v_cache = keys.swapped, values.swapped
@@ -77,16 +77,16 @@ class Step(Layout):
         lengths, left_pad = self._rows(keys.end - self.q_length - keys.start, query.device)
         out, _ = ops.decode(
             query, k_cache, v_cache, key, value, cos, sin, lengths, None, left_pad, None, None, scaling,
-            -1 if window is None else window - 1, 0, softcap or 0.0, False, 0,
+            -1 if window is None else window - 1, 0, softcap or 0.0, interleaved, 0,
         )  # fmt: skip
         return out
 
-    def angles(self, cos, sin, dtype):
-        """Llama's (cos, sin) of the new tokens, each angle twice -> (batch, new, rotary_dim / 2), once a step."""
-        if self.tables is None or self.tables[0] is not cos:
-            half = (self.batch, self.q_length, cos.shape[-1] // 2)
-            tables = (x[..., : half[2]].expand(half).to(dtype).contiguous() for x in (cos, sin))
-            self.tables = cos, *tables
+    def angles(self, source, make, dtype):
+        """`make()`, (cos, sin) of the new tokens, -> (batch, new, rotary_dim / 2); once for layers of one `source`."""
+        if self.tables is None or self.tables[0] is not source or self.tables[1].dtype != dtype:
+            tables = make()
+            shape = (self.batch, self.q_length, tables[0].shape[-1])
+            self.tables = source, *(x.expand(shape).to(dtype).contiguous() for x in tables)
         return self.tables[1:]
 
     def _rows(self, before, device):

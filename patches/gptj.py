@@ -2,12 +2,28 @@
 
 from ..off_interface import replace_inner
 from ..patching import Adapter, register
+from ..rotary import Rotary
+
+OUTPUTS = ("out_proj", "resid_dropout")
+
+
+def _project(module, hidden_states, shape):
+    return tuple(project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+
+
+def angles(module, position_embeddings=None, position_ids=None, **kwargs):
+    if position_embeddings is None:  # before 5.24 every layer looks them up, in a table of its own
+        position_embeddings = module.embed_positions.to(position_ids.device)[position_ids].chunk(2, -1)
+    sin, cos = position_embeddings
+    return cos, sin
+
 
 GPTJ = register(
     Adapter(
         model_types=("gptj",),
         attention=("GPTJAttention",),
         features=("causal", "dropout"),
+        rotary={"GPTJAttention": Rotary(_project, angles, OUTPUTS, interleaved=True)},
         tiny=lambda: {
             "vocab_size": 97,
             "n_embd": 64,

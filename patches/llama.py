@@ -1,13 +1,29 @@
 """Llama and its kin: rotary embeddings, grouped heads, in some a sliding window."""
 
 from ..patching import Adapter, register
+from ..rotary import Rotary
+
+
+def _project(module, hidden_states, shape):
+    query, key, value = (getattr(module, name)(hidden_states).view(shape) for name in ("q_proj", "k_proj", "v_proj"))
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    return query, key, value
+
+
+def _angles(module, position_embeddings, **kwargs):
+    half = position_embeddings[0].shape[-1] // 2  # each angle is there twice
+    return tuple(x[..., :half] for x in position_embeddings)
+
+
+HALVES = Rotary(_project, _angles, outputs=("o_proj",), interleaved=False)
 
 LLAMA = register(
     Adapter(
         model_types=("llama", "mistral", "qwen2", "qwen3", "phi3"),
         attention=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Phi3Attention"),
         features=("causal", "gqa", "window"),
-        rotary=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"),
+        rotary=dict.fromkeys(("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"), HALVES),
         tiny=lambda: {
             "vocab_size": 97,
             "hidden_size": 64,

@@ -1,23 +1,26 @@
 """The decode kernel as generation calls it: over a cache that grows, a static one, and replayed from a graph."""
 
+import collections
+
 import pytest
 import torch
 import transformers
 from families import VERSION, make
 from replay import Recorder
 from test_generation import generate, prompt
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_flash
 from hf_flash import caches, graphs, ops
 
 
-@pytest.mark.parametrize("name", ["gptj", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gptj", "codegen", "gpt2", "llama"])
 def test_growing_static_and_replayed_caches_give_one_text(name, backend, monkeypatch):
     ids, mask = (x.to(backend.device) for x in prompt("left"))
     ours = make(name).to(backend.device, torch.bfloat16 if backend.kernels else torch.float32)
     hf_flash.patch_model(ours, strict=True)
     growing = generate(ours, ids, mask, do_sample=False)
-    if name != "llama" or not backend.kernels:  # whose angles the kernel applies without rounding in between
+    if name == "gpt2" or not backend.kernels:  # the kernel applies the others' angles without rounding in between
         static = generate(ours, ids, mask, do_sample=False, cache_implementation="static", disable_compile=True)
         assert torch.equal(growing, static)
     if backend.device.type == "cpu":
@@ -27,7 +30,7 @@ def test_growing_static_and_replayed_caches_give_one_text(name, backend, monkeyp
     assert "decoding steps replayed from CUDA graphs (11x)" in hf_flash.report(ours).notes
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gptj", "gptj-full-rotary", "codegen"])
 def test_a_step_that_turns_keys_itself_is_as_exact_as_stock(name, backend):
     ids, mask = prompt("left")
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
@@ -49,6 +52,41 @@ def test_a_step_that_turns_keys_itself_is_as_exact_as_stock(name, backend):
         logits.append(out.logits.float().cpu())
     exact, stock, ours = logits
     assert (ours - exact).abs().max() <= 2 * (stock - exact).abs().max() + 1e-5
+
+
+class Counter(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func.name() != "aten::_unsafe_view":
+            self.counts[func.name().split("::")[1].split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Beside the products of the projections: CodeGen brings its fused one into order.
+@pytest.mark.parametrize(("name", "rest"), [("llama", {}), ("gptj", {}), ("codegen", {"clone": 1})])
+def test_attention_of_a_step_is_its_projections_and_one_call(name, rest, backend):
+    if backend.kernels:
+        pytest.skip("counts what the host does, on the CPU as anywhere")
+    ids, mask = prompt("left")
+    model, counts = hf_flash.patch_model(make(name, **({"n_head": 8} if name == "codegen" else {})), strict=True), []
+    layer = next(m for m in reversed(list(model.modules())) if type(m).__name__.endswith("Attention"))
+    forward = layer.forward
+
+    def counted(*args, **kwargs):
+        with Counter() as counter:
+            out = forward(*args, **kwargs)
+        counts.append(counter.counts)
+        return out
+
+    layer.forward = counted
+    generate(model, ids, mask, do_sample=False)
+    products = {"mm": 2 if name == "codegen" else 4}
+    assert [dict(count) for count in counts[1:]] == [{**products, "decode": 1, **rest}] * (len(counts) - 1)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
