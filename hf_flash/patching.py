@@ -323,4 +323,6 @@ def report(model):
             notes += getattr(top.base_model, forward.STATE).notes()
             graphs = generation.graphs_of(top)
             notes += graphs.notes() if graphs else []
+            split = getattr(top.__dict__.get(forward.STATE), "split", None)
+            notes += split.notes() if split else []
     return Report(rows, patched, notes)

@@ -6,6 +6,7 @@ arXiv:2309.14509): each process attends over whole sequences, with its heads, th
 """
 
 import warnings
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -121,7 +122,14 @@ class Split:
     """What a patched head's forward does where sequences are split among the processes of `group`."""
 
     def __init__(self, group):
-        self.group, self.told = group, False
+        self.group, self.told, self.counts = group, False, Counter()
+
+    def notes(self):
+        """Lines for the report."""
+        notes = [f"sequences split among {self.group.size()} processes ({self.counts['split']}x)"]
+        if self.counts["whole"]:
+            notes.append(f"sequences not split: a cache is kept ({self.counts['whole']}x)")
+        return notes
 
     def __deepcopy__(self, memo):
         return self
@@ -135,6 +143,7 @@ class Split:
         if kept and not self.told:
             warnings.warn("hf_flash: a forward that keeps a cache is not split", UserWarning, stacklevel=3)
             self.told = True
+        self.counts["whole"] += kept
         return kept
 
     def forward(self, module, state, given):
@@ -171,6 +180,7 @@ class Split:
         given |= {"attention_mask": Share(Rows(None, cu_seqlens, longest), share, self.group), "use_cache": False}
 
         output = state.call(module, given)
+        self.counts["split"] += 1
         if targets is None:
             return output
         loss = Total.apply(output[0], self.group)

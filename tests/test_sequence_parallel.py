@@ -93,6 +93,19 @@ def loss_and_gradients_equal_one_process():
 
 
 @check
+def the_report_counts_forwards_that_are_split_and_that_are_not():
+    split = hf_flash.split_sequences(make("llama"))
+    assert hf_flash.report(split).notes == ["sequences split among 2 processes (0x)"]
+    ids = tokens(1, 11, seed=2)
+    for _ in range(2):
+        split(ids, use_cache=False)
+    assert hf_flash.report(split).notes == ["sequences split among 2 processes (2x)"]
+    split(ids, use_cache=True)
+    assert "sequences not split: a cache is kept (1x)" in hf_flash.report(split).notes
+    assert hf_flash.report(hf_flash.unpatch_model(split)).notes == []
+
+
+@check
 def logits_may_be_left_out():
     whole = hf_flash.patch_model(make("llama")).train()
     split = hf_flash.split_sequences(hf_flash.patch_model(make("llama"), keep_logits=False)).train()
