@@ -41,7 +41,7 @@ class Adapter:
     heads: tuple[str, ...] = ("AutoModelForCausalLM",)
     replacements: Callable[[torch.nn.Module], Iterable[tuple]] | None = None
     kwargs_since: tuple[int, int] = OLDEST
-    rotary: dict[str, Rotary] = field(default_factory=dict)
+    rotary: dict[str, Rotary] = field(default_factory=dict, hash=False)
 
 
 ADAPTERS: dict[str, Adapter] = {}

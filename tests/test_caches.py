@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import hf_flash
-from hf_flash import caches, interface, steps
+from hf_flash import caches, interface, rotary, steps
 
 CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 
@@ -334,7 +334,8 @@ def test_layers_of_a_step_whose_kernel_cannot_turn_them_project_once(monkeypatch
     for module in ours.modules():
         if hasattr(module, "q_proj"):
             module.q_proj.register_forward_hook(lambda *_: projected.append(1))
-    monkeypatch.setattr(interface, "_fits_step", lambda *_: False)
+    for caller in (interface, rotary):
+        monkeypatch.setattr(caller, "fits_step", lambda *_: False)
     generate(ours, ids, mask, 1, do_sample=False)
     layers, before = len(projected), len(projected)
     generate(ours, ids, mask, 2, do_sample=False)
