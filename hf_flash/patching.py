@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import pkgutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -12,7 +13,8 @@ from types import MethodType
 import torch
 
 from . import forward, generation, interface, loss, rotary
-from .hooks import forward_name
+from . import fused_layers as layers
+from .hooks import forward_name, kind_of
 from .record import RECORD, Record, Report, row_of
 from .rotary import Rotary
 
@@ -32,6 +34,7 @@ class Adapter:
     replacements  (base model) -> (module, attribute, value) to set where the version has no hook; None: it has
     rotary        attention class -> Rotary, where the decode kernel may turn its queries and keys
     kwargs_since  first version whose heads pass cu_seq_lens on to the base model
+    fused         class -> function of `fused_layers` that stands in for its forward
     """
 
     model_types: tuple[str, ...]
@@ -42,6 +45,7 @@ class Adapter:
     replacements: Callable[[torch.nn.Module], Iterable[tuple]] | None = None
     kwargs_since: tuple[int, int] = OLDEST
     rotary: dict[str, Rotary] = field(default_factory=dict, hash=False)
+    fused: dict[str, Callable] = field(default_factory=dict, hash=False)
 
 
 ADAPTERS: dict[str, Adapter] = {}
@@ -79,6 +83,8 @@ class Patch:
     undo: list = field(default_factory=list)
     forwards: list = field(default_factory=list)
     told: set = field(default_factory=set)
+    layers: "Patch | None" = None  # of fused_layers, which can be taken back alone
+    fused: Counter = field(default_factory=Counter)  # how many layers of each kind it has fused
 
     def set(self, module, name, value):
         self.undo.append((module, name, name in module.__dict__, module.__dict__.get(name)))
@@ -95,6 +101,8 @@ class Patch:
         self.set_forward(module, forward.BoundForward(function, module))
 
     def revert(self):
+        if self.layers is not None:
+            self.layers.revert()
         for module, name, had, old in reversed(self.undo):
             if had:
                 setattr(module, name, old)
@@ -152,12 +160,7 @@ def _transformers_models(model):
 
 
 def _attention_modules(model, adapter):
-    return [(name, module) for name, module in model.named_modules() if _kind(module) in adapter.attention]
-
-
-def _kind(module):
-    """The name of a module's own class; fully_shard puts a subclass in front of it."""
-    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+    return [(name, module) for name, module in model.named_modules() if kind_of(module) in adapter.attention]
 
 
 def on_interface(module):
@@ -167,7 +170,7 @@ def on_interface(module):
     )
 
 
-def patch_model(model, strict=False, whole_model=True, keep_logits=True, cuda_graphs=False):
+def patch_model(model, strict=False, whole_model=True, keep_logits=True, cuda_graphs=False, fused_layers=False):
     """Make a model that is already loaded use hf_flash's attention, in place.
 
     Args:
@@ -185,14 +188,20 @@ def patch_model(model, strict=False, whole_model=True, keep_logits=True, cuda_gr
             as long as `generate` was told that the text can get (max_new_tokens), and keeps it for later calls. What
             cannot be replayed (beam search, assisted generation, forward hooks, ...) runs as without, and `report`
             says why.
+        fused_layers: run norms, rotary embeddings and MLPs in fused kernels too, for faster training in less memory:
+            Llama's family in Liger-Kernel's (`pip install liger-kernel`; on CUDA), GPT-2, GPT-J and CodeGen in
+            PyTorch's GELU. BERT has nothing that stock does not fuse. Under torch.compile, which fuses them itself,
+            Llama's layers stay stock's. Liger's backward pass overwrites what its forward saved: a second one raises.
 
     Returns:
         The same object. Parameters, state-dict keys, class names, signatures and what save_pretrained writes stay as
         they were. Patching twice is patching once; `unpatch_model` undoes it.
 
     Raises:
+        ImportError: fused_layers needs Liger-Kernel for this model, and it cannot be imported.
         NotImplementedError: the family, or this version of it, is not supported; the text lists what is.
         TypeError: there is no transformers model inside.
+        ValueError: keep_logits or cuda_graphs is not for this kind of model.
     """
     version = transformers_version()
     if version < OLDEST:
@@ -202,17 +211,18 @@ def patch_model(model, strict=False, whole_model=True, keep_logits=True, cuda_gr
     tops = _transformers_models(model)
     if not tops:
         raise TypeError(f"there is no transformers model in this {type(model).__name__}")
-    plans = [_plan(top, strict, keep_logits, cuda_graphs) for top in tops]
+    plans = [_plan(top, strict, keep_logits, cuda_graphs, fused_layers) for top in tops]
     for top, adapter, modules in plans:
         if PATCH in top.__dict__:
             _adjust(top, modules, strict, whole_model, keep_logits)
         else:
             _patch(model, top, adapter, modules, strict, whole_model, keep_logits, version)
+        layers.turn(top.__dict__[PATCH], top, fused_layers)
         generation.set_graphs(top, cuda_graphs)
     return model
 
 
-def _plan(top, strict, keep_logits, cuda_graphs):
+def _plan(top, strict, keep_logits, cuda_graphs, fused_layers):
     """Everything that can be refused is refused here, before anything is changed."""
     kind = getattr(top.config, "model_type", None)
     if kind not in ADAPTERS:
@@ -241,6 +251,8 @@ def _plan(top, strict, keep_logits, cuda_graphs):
         )
     if cuda_graphs and not (type(top).__name__.endswith(forward.HEADS) and "causal" in adapter.features):
         raise ValueError(f"cuda_graphs=True is for models that generate, not for {type(top).__name__}")
+    if fused_layers:
+        layers.check(adapter)
     return top, adapter, modules
 
 
@@ -258,9 +270,10 @@ def _patch(model, top, adapter, modules, strict, whole_model, keep_logits, versi
             new._attn_implementation = interface.NAME
             patch.set(module, "config", new)
     for name, module in modules:
-        patch.set(module, RECORD, Record(name, _kind(module), strict, patch.told))
-        if _kind(module) in adapter.rotary:
-            patch.set(module, rotary.STATE, (adapter.rotary[_kind(module)], module.__dict__.get(forward_name(module))))
+        patch.set(module, RECORD, Record(name, kind_of(module), strict, patch.told))
+        if kind_of(module) in adapter.rotary:
+            state = adapter.rotary[kind_of(module)], module.__dict__.get(forward_name(module))
+            patch.set(module, rotary.STATE, state)
             patch.set_forward(module, forward.BoundForward(rotary.forward, module))
     if not on_interface(modules[0][1]):
         for module, name, value in adapter.replacements(base):
@@ -316,7 +329,7 @@ def report(model):
         found = _attention_modules(top, adapter) if adapter else []
         found = found or [(name, m) for name, m in top.named_modules() if RECORD in m.__dict__]
         for name, module in found:
-            record = getattr(module, RECORD, None) or Record(name, _kind(module))
+            record = getattr(module, RECORD, None) or Record(name, kind_of(module))
             row = row_of(record, here)
             rows.append(dataclasses.replace(row, name=name))
         if patch is not None:
@@ -325,4 +338,5 @@ def report(model):
             notes += graphs.notes() if graphs else []
             split = getattr(top.__dict__.get(forward.STATE), "split", None)
             notes += split.notes() if split else []
+            notes += layers.notes(patch)
     return Report(rows, patched, notes)

@@ -1,5 +1,6 @@
 """CodeGen: GPT-J's attention with one fused projection; CodeGen2 loads as it."""
 
+from ..fused_layers import tanh_gelu
 from ..off_interface import replace_inner
 from ..patching import Adapter, register
 from ..rotary import Rotary
@@ -23,6 +24,7 @@ CODEGEN = register(
         rotary={"CodeGenAttention": Rotary(_project, angles, OUTPUTS, interleaved=True)},
         tiny=GPTJ.tiny,
         replacements=lambda base: replace_inner(base, "CodeGenAttention"),
+        fused={"NewGELUActivation": tanh_gelu},
         kwargs_since=(5, 24),
     )
 )

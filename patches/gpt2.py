@@ -1,5 +1,6 @@
 """GPT-2: learned positions, one fused projection, cross-attention in encoder-decoders."""
 
+from ..fused_layers import tanh_gelu
 from ..patching import Adapter, register
 
 GPT2 = register(
@@ -20,6 +21,7 @@ GPT2 = register(
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
+        fused={"NewGELUActivation": tanh_gelu},
         kwargs_since=(5, 0),
     )
 )

@@ -1,5 +1,6 @@
 """GPT-J: interleaved partial rotary embeddings, parallel attention and MLP, head dim 256 in the 6B model."""
 
+from ..fused_layers import tanh_gelu
 from ..off_interface import replace_inner
 from ..patching import Adapter, register
 from ..rotary import Rotary
@@ -39,6 +40,7 @@ GPTJ = register(
             "eos_token_id": 2,
         },
         replacements=lambda base: replace_inner(base, "GPTJAttention"),
+        fused={"NewGELUActivation": tanh_gelu},
         kwargs_since=(5, 24),
     )
 )

@@ -1,5 +1,6 @@
 """Llama and its kin: rotary embeddings, grouped heads, in some a sliding window."""
 
+from ..fused_layers import packed_swiglu, rms_norm, rotary, swiglu
 from ..patching import Adapter, register
 from ..rotary import Rotary
 
@@ -18,12 +19,20 @@ def _angles(module, position_embeddings, **kwargs):
 
 HALVES = Rotary(_project, _angles, outputs=("o_proj",), interleaved=False)
 
+KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
 LLAMA = register(
     Adapter(
         model_types=("llama", "mistral", "qwen2", "qwen3", "phi3"),
-        attention=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Phi3Attention"),
+        attention=(*(f"{kind}Attention" for kind in KINDS), "Phi3Attention"),
         features=("causal", "gqa", "window"),
-        rotary=dict.fromkeys(("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"), HALVES),
+        rotary={f"{kind}Attention": HALVES for kind in KINDS},
+        fused={
+            **{f"{kind}RMSNorm": rms_norm for kind in (*KINDS, "Phi3")},
+            **{f"{kind}Attention": rotary for kind in (*KINDS, "Phi3")},
+            **{f"{kind}MLP": swiglu for kind in KINDS},
+            "Phi3MLP": packed_swiglu,
+        },
         tiny=lambda: {
             "vocab_size": 97,
             "hidden_size": 64,
