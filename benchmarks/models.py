@@ -2,14 +2,15 @@
 
     python benchmarks/models.py --rows gpt2-355m --minutes 3
     python benchmarks/models.py --rows llama-1b/train --modes hf_flash,sdpa,hf_flash+compile,sdpa+compile
+    python benchmarks/models.py --rows llama-1b/train/1x --modes hf_flash+liger,sdpa+liger,sdpa
     python benchmarks/models.py --rows llama-1b/generate --modes hf_flash,hf_flash+graphs,sdpa,sdpa+static
     python benchmarks/models.py --longest="--limit 262144"    # the longest context that trains, by an example's program
 
 Random weights in bf16, text of Python's standard library byte by byte, fused AdamW; a training step is forward,
 backward, clipping and the optimiser, and tokens/s count real tokens only. Each mode has a model of its own, in turns
 that go forth and back over the modes. A mode is an attention (hf_flash is stock sdpa, or eager where sdpa is not
-offered, patched) and what is added to it: "+compile", "+liger", "+no_logits" (keep_logits=False; stock as it is),
-"+graphs" or "+static" (generation).
+offered, patched) and what is added to it: "+compile", "+liger" (fused_layers=True; stock with Liger-Kernel, which knows
+Llama alone of these models), "+no_logits" (keep_logits=False; stock as it is), "+graphs" or "+static" (generation).
 """
 
 import argparse

@@ -88,8 +88,14 @@ def configuration(model, seq, tiny=False):
     raise ValueError(f"no model is called {model!r}")
 
 
+REPLACED = []  # (names of a modelling module, what they meant before Liger-Kernel put its classes there)
+
+
 def build(row, mode, device, tiny):
     """The row's model with random weights (the same for every mode), in bf16, ready for the mode."""
+    while REPLACED:
+        names, before = REPLACED.pop()
+        names.update(before)
     attention, *additions = mode.split("+")
     config = configuration(row.model, row.seq, tiny)
     kind = transformers.AutoModelForMaskedLM if row.model.startswith("bert") else transformers.AutoModelForCausalLM
@@ -103,13 +109,19 @@ def build(row, mode, device, tiny):
         except ValueError:
             if implementation == stock[-1]:
                 raise NotImplementedError(f"not offered by transformers {transformers.__version__}") from None
-    if "liger" in additions:
+    if attention == "hf_flash":
+        hf_flash.patch_model(
+            model,
+            cuda_graphs="graphs" in additions,
+            keep_logits="no_logits" not in additions,
+            fused_layers="liger" in additions,
+        )
+    elif "liger" in additions:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
+        names = vars(sys.modules[type(model).__module__])
+        REPLACED.append((names, dict(names)))
         _apply_liger_kernel_to_instance(model=model)
-    if attention == "hf_flash":
-        options = {"cuda_graphs": "graphs" in additions, "keep_logits": "no_logits" not in additions}
-        hf_flash.patch_model(model, **options)
     return torch.compile(model) if "compile" in additions else model
 
 

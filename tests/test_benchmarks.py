@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import attention as attention_benchmark  # noqa: E402
 import contenders  # noqa: E402
 import record  # noqa: E402
 
+import hf_flash  # noqa: E402
 from hf_flash import bench, timing  # noqa: E402
 
 
@@ -134,6 +136,29 @@ def test_the_models_benchmark_runs_small_on_the_cpu(tmp_path):
     losses.main([*arguments.split(), str(tmp_path)])
     found = record.load(tmp_path / "cpu.json")["models"][-1]["losses"]
     assert found["hf_flash"] == pytest.approx(found["sdpa"], abs=0.02)
+
+
+def test_liger_serves_the_mode_that_names_it_and_no_later_one(monkeypatch):
+    import workloads
+    from transformers.models.llama import modeling_llama
+
+    def apply(model):
+        modeling_llama.LlamaRMSNorm = modeling_llama.apply_rotary_pos_emb = None
+
+    stand_in = ModuleType("liger_kernel.transformers")
+    stand_in._apply_liger_kernel_to_instance = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in)
+    row = workloads.shrunk(workloads.Row("llama-1b", "train", 1, 4096, 1))
+    names = "LlamaRMSNorm", "apply_rotary_pos_emb"
+    before = [getattr(modeling_llama, name) for name in names]
+    workloads.build(row, "sdpa+liger", torch.device("cpu"), True)
+    assert [getattr(modeling_llama, name) for name in names] == [None, None]
+    workloads.build(row, "sdpa", torch.device("cpu"), True)
+    assert [getattr(modeling_llama, name) for name in names] == before
+    row = workloads.shrunk(workloads.Row("gpt2-355m", "train", 1, 4096, 1))
+    report = hf_flash.report(workloads.build(row, "hf_flash+liger", torch.device("cpu"), True))
+    assert "layers fused: 2 NewGELUActivation" in str(report)
 
 
 @pytest.mark.slow
