@@ -88,6 +88,7 @@ int run(BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>, const
   if (!p.cu_seqlens_k && (p.window_right >= 0 || p.deterministic))
     a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 8 * (p.heads / p.kv_heads));
   int error = make_maps<Config>(a, kQueries);
+  if (!error) error = make_row_map(&a.statistics, a.workspace.lse_log2, 2 * a.queries.all_tiles(), kQueries);
   if (!error) error = prepare<Config>(a, stream);
   if (!error)
     error = launch(backward_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(BackwardShared<Config>),

@@ -32,7 +32,6 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
     HF_UNROLL
     for (int r = 0; r < 2; ++r)
       unseen[r] = first_query_that_sees(key + 8 * r, mask.k_length, mask.diagonal, mask.right) - 2 * (lane % 4);
-  barrier_sync(kTileBarrier, kTileThreads);
   mbarrier_wait(&s.kv_arrived, 0);
   int stage = 0, phase = 0;
   HF_NO_UNROLL
@@ -64,8 +63,8 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
       pin(scores);
 
       uint32_t p_packed[kQueries / 4], ds_packed[kQueries / 4];
-      const float* const lse = &s.lse[stage][0].x + 2 * (lane % 4);
-      const float* const delta = &s.delta[stage][0].x + 2 * (lane % 4);
+      const float* const lse = s.lse[stage] + 2 * (lane % 4);
+      const float* const delta = s.delta[stage] + 2 * (lane % 4);
       if constexpr (Config::kGeneral) {
         transform.template weigh<0>(scores, p_packed, dropped,
                                     [&](int c) { return *reinterpret_cast<const float2*>(lse + c); });
@@ -130,7 +129,7 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
                                            T::template mn_major<kQueries>(s.grad_out[stage]) + T::row_step(k), 1);
       wgmma_commit();
       fence_async_shared();
-      barrier_sync(kTileBarrier, kTileThreads);   // both halves of dS are there, and the next statistics
+      barrier_sync(kConsumersBarrier, 256);   // both halves of dS are there
 
       float dq[4 * Split::kVectors];
       const auto ds_rows = [&](int first, int k) {
@@ -244,7 +243,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
     registers_shrink<Config::kProducerRegisters>();
     if (threadIdx.x == 0) load_queries<Config>(a, w, s);
     if (warp == 1 || warp == 2) add_dq<Config>(a, w, mask, s, warp - 1);
-    if (warp == 3) bring_statistics<Config>(a, w, s);
   }
 }
 

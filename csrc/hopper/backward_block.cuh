@@ -13,7 +13,7 @@ template <class Element_, int kHeadDim_, int kQueries_, int kPanelWidth_, Scores
   static constexpr Scores kScores = kScores_;
   static constexpr bool kGeneral = kScores == Scores::kGeneral;
   static constexpr int kStatisticsRows = kQueries, kDqFloats = kHeadDim;   // BackwardWorkspace
-  static constexpr int kThreads = 384;             // loads, statistics, dq's sums | keys 0 to 63 | keys 64 to 127
+  static constexpr int kThreads = 384;             // loads and dq's sums | keys 0 to 63 | keys 64 to 127
 
   // The launch allots 168 registers a thread, 504 for three; the sum may not be exceeded (32 + 2 * 240 hangs).
   static constexpr bool kTight = kHeadDim + kQueries >= (kGeneral ? 192 : 208);
@@ -32,7 +32,7 @@ template <class Config> struct BackwardShared {
   Element q[2][kPanels][kQueries][kPanelWidth], grad_out[2][kPanels][kQueries][kPanelWidth];
   Element ds[2][2][kQueries][64];           // [stage][warpgroup]: a second stage is worth 2 to 5 %
   float dq[kQueries * Config::kHeadDim];
-  float4 lse[2][32], delta[2][32];          // [stage]: a float4 for each lane of the warp that brings them
+  float lse[2][128], delta[2][128];         // [stage]; copies go to multiples of 128 bytes
   int batch, first_head;                    // of BackwardWork: here they cost the consumers no registers
   int64_t first_tile;                       // the first head's first tile among all; heads are queries.tiles apart
   uint64_t kv_arrived, q_arrived[2], q_released[2], grad_out_arrived[2], grad_out_released[2];
@@ -40,6 +40,7 @@ template <class Config> struct BackwardShared {
 
 struct BackwardArguments {
   CUtensorMap q, k, v, grad_out, grad_k, grad_v;
+  CUtensorMap statistics;                   // rows of kQueries: LSE of every tile of queries, then delta
   Params p;
   TileGrid queries, keys;
   BackwardWorkspace workspace;
@@ -56,9 +57,7 @@ struct BackwardWork {
   RowCoordinates q_rows, k_rows;
 };
 
-// Named barriers. dq_free and dq_full: one per consumer warpgroup, shared with the warp that adds its part of dq. tile:
-// consumers and the warp that brings row statistics meet here before the first tile and once in each.
-enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4, kTileBarrier = 6 };
-constexpr int kTileThreads = 288;
+// Named barriers. dq_free and dq_full: one per consumer warpgroup, shared with the warp that adds its part of dq.
+enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4 };
 
 }  // namespace hf_flash::hopper

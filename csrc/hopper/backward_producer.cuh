@@ -1,4 +1,4 @@
-// The producer warpgroup of the one-pass backward: one warp loads keys and queries, one row statistics, two add dq.
+// The producer warpgroup of the one-pass backward: one thread loads keys, queries and row statistics, two warps add dq.
 #pragma once
 #include "../mask.cuh"
 #include "backward_block.cuh"
@@ -22,42 +22,23 @@ HF_DEVICE void load_queries(const BackwardArguments& a, const BackwardWork& w, B
   int stage = 0, phase = 0;
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
+    const int lse = int(s.first_tile) + head * a.queries.tiles, delta = lse + int(a.queries.all_tiles());
     HF_NO_UNROLL
     for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
       const int row = w.q_rows.row + tile * kQueries;
       mbarrier_wait(&s.q_released[stage], phase ^ 1);
-      mbarrier_expect_bytes(&s.q_arrived[stage], T::bytes(kQueries));
+      mbarrier_expect_bytes(&s.q_arrived[stage], T::bytes(kQueries) + 4 * kQueries);
       T::template load<kQueries>(s.q[stage], &a.q, &s.q_arrived[stage], a.copies, row, w.first_head + head,
                                  w.q_rows.outer);
+      tma_load_5d(s.lse[stage], &a.statistics, &s.q_arrived[stage], 0, lse + tile, 0, 0, 0);
       mbarrier_wait(&s.grad_out_released[stage], phase ^ 1);
-      mbarrier_expect_bytes(&s.grad_out_arrived[stage], T::bytes(kQueries));
+      mbarrier_expect_bytes(&s.grad_out_arrived[stage], T::bytes(kQueries) + 4 * kQueries);
       T::template load<kQueries>(s.grad_out[stage], &a.grad_out, &s.grad_out_arrived[stage], a.copies, row,
                                  w.first_head + head, w.q_rows.outer);
+      tma_load_5d(s.delta[stage], &a.statistics, &s.grad_out_arrived[stage], 0, delta + tile, 0, 0, 0);
       if (++stage == 2) stage = 0, phase ^= 1;
     }
   }
-}
-
-// One warp brings LSE and delta, by plain loads and stores: racecheck takes reads of what bulk copies bring for races.
-// Those of a tile come under the work on the one before, where the stage has been read.
-template <class Config>
-HF_DEVICE void bring_statistics(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s) {
-  const int lane = threadIdx.x % 32;
-  int stage = 0;
-  HF_NO_UNROLL
-  for (int head = 0; head < w.group; ++head) {
-    HF_NO_UNROLL
-    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
-      const int64_t index = s.first_tile + int64_t(head) * a.queries.tiles + tile;
-      if (lane < Config::kQueries / 4) {
-        s.lse[stage][lane] = reinterpret_cast<const float4*>(a.workspace.lse_log2 + index * Config::kQueries)[lane];
-        s.delta[stage][lane] = reinterpret_cast<const float4*>(a.workspace.delta + index * Config::kQueries)[lane];
-      }
-      stage ^= 1;
-      barrier_sync(kTileBarrier, kTileThreads);
-    }
-  }
-  barrier_arrive(kTileBarrier, kTileThreads);
 }
 
 // One warp adds the part of dq that one consumer warpgroup computes to the fp32 buffer. Deterministic: key tiles in

@@ -96,4 +96,17 @@ int make_tensor_map(CUtensorMap* map, const Tensor& t, const RowLayout& layout, 
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
+// A map of fp32 values, `columns` of them in a row: one copy brings one row. racecheck follows it, unlike a copy without a
+// map.
+inline int make_row_map(CUtensorMap* map, const float* values, int64_t rows, int columns) {
+  if (rows > INT32_MAX) return HF_FLASH_NO_TENSOR_MAP;
+  const cuuint64_t extents[5] = {cuuint64_t(columns), cuuint64_t(rows > 1 ? rows : 1), 1, 1, 1};
+  const cuuint64_t strides[4] = {4 * cuuint64_t(columns), 16, 16, 16};
+  const cuuint32_t box[5] = {cuuint32_t(columns), 1, 1, 1, 1}, element_strides[5] = {1, 1, 1, 1, 1};
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5u,
+                           static_cast<void*>(const_cast<float*>(values)), extents, strides, box, element_strides,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
 }  // namespace hf_flash::hopper
