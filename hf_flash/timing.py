@@ -1,8 +1,8 @@
 """How long a call takes on this device, beside others: CUDA graphs, turns in random order, medians.
 
-Short calls are recorded into a CUDA graph, several in a row; long ones are launched while the device is kept busy, so that
-no time of the host's counts. In every round each contender runs once, in a new random order, between two events; the
-median over the rounds counts.
+Short calls are recorded into a CUDA graph, several in a row; long ones are launched while the device is kept busy, so
+that no time of the host's counts. In every round each contender runs once, in a new random order, between two events;
+the median over the rounds counts.
 """
 
 import contextlib
@@ -95,6 +95,6 @@ def ceilings(device, rounds=15):
         timers = {"matmul": Timer(lambda: a @ b, device), "copy": Timer(lambda: target.copy_(source), device)}
         medians = {name: statistics.median(times) for name, times in take_turns(timers, rounds).items()}
     return {
-        "matmul_tflops": round(2 * size**3 / medians["matmul"] / 1e12, 2),
-        "copy_tb_s": round(2 * copied / medians["copy"] / 1e12, 3),
+        "matmul_tflops": float(f"{2 * size**3 / medians['matmul'] / 1e12:.4g}"),
+        "copy_tb_s": float(f"{2 * copied / medians['copy'] / 1e12:.4g}"),
     }
