@@ -237,6 +237,18 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(device, causal):
         assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b])
 
 
+@pytest.mark.parametrize("seq_q, num_splits", [(1, 0), (9, 0), (1, 11)])
+def test_one_block_for_several_splits_changes_no_bits(device, seq_q, num_splits):
+    """A batch that fills the GPU many times gets few blocks for a sequence; one sequence gets one for each split."""
+    lengths = [1900, 300, 0, 1100, 257, 2048] * (1 if device == "cpu" else 40)
+    case = Case(device, lengths, heads=8, kv_heads=4, seq_q=seq_q, causal=True, num_splits=num_splits)
+    case.check()
+    out, lse = case.run()
+    for b in range(6):
+        alone, alone_lse = case.run(b)
+        assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b])
+
+
 @pytest.mark.parametrize("order", [-1, 1, 2])
 def test_the_order_of_threads_does_not_matter(device, order, monkeypatch):
     if device != "cpu":

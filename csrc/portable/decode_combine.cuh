@@ -1,17 +1,21 @@
 // How a decode step is divided over blocks, and how the outputs of its splits are combined.
 #pragma once
+#include "../launch.cuh"
 #include "../launch_counters.cuh"
 #include "../softmax.cuh"
 #include "cache.cuh"
 
 namespace hf_flash {
 
-// Of every tile of rows: how many of its splits are done.
+// Of every tile of rows: how many of its runs of splits are done.
 using ArrivalCounters = LaunchCounters<64, 2048, 1 << 18>;
 static __device__ int32_t arrivals[ArrivalCounters::kCount];
 
+// Blocks come and go at the price of a pipeline that fills and drains, so each takes a run of consecutive splits where
+// there are many. Runs change who computes a split, never what is computed: results do not depend on them.
 struct DecodeSchedule {
   int rows, row_tiles, splits;   // rows of one tile; tiles of a kv head; splits that may be needed
+  int runs;                      // blocks of a tile
   float *partial_out, *partial_lse;   // (batch, heads, seq_q, splits, head_dim) and (batch, heads, seq_q, splits), log2
   int32_t* own_arrivals;              // (batch, kv_heads, row_tiles), for a launch that gets no counters
   int first_arrivals = ArrivalCounters::kNone;
@@ -26,6 +30,7 @@ struct DecodeSchedule {
       keys = visible < keys ? visible : keys;
     }
     splits = Splits::most(int(keys), p.num_splits);
+    runs = splits;
     partial_out = static_cast<float*>(p.workspace);
     partial_lse = partial_out + partial_rows(p) * p.head_dim;
     own_arrivals = reinterpret_cast<int32_t*>(partial_lse + partial_rows(p));
@@ -35,7 +40,20 @@ struct DecodeSchedule {
   int64_t workspace_bytes(const Params& p) const {
     return splits > 1 ? (partial_rows(p) * (p.head_dim + 1) + tiles(p)) * int64_t(sizeof(float)) : 0;
   }
-  int64_t blocks(const Params& p) const { return tiles(p) * splits; }
+  int64_t blocks(const Params& p) const { return tiles(p) * runs; }
+
+  // As few as leave the GPU nearly two waves of the two blocks that a multiprocessor holds: the second evens out what
+  // the first takes longer in some places.
+  void choose_runs(const Params& p) {
+    const int64_t least = device_facts().sm_count * 15 / 4;
+    while (runs > 1 && tiles(p) * ceil_div(runs, 2) >= least) runs = ceil_div(runs, 2);
+  }
+  // Splits of one run of a tile that has `count`: a power of two, the least for which the blocks suffice.
+  HF_DEVICE int run_length(int count) const {
+    int length = 1;
+    while (ceil_div(count, length) > runs) length *= 2;
+    return length;
+  }
 
   int choose_arrivals(const Params& p, cudaStream_t stream) {
     if (splits == 1) return cudaSuccess;
@@ -52,16 +70,16 @@ struct DecodeSchedule {
   }
 };
 
-// What one block computes. Tiles and heads that read neighbouring memory run together; splits that short sequences lack
+// What one block computes. Tiles and heads that read neighbouring memory run together; runs that short sequences lack
 // come last.
 struct DecodeWork {
-  int row_tile, kv_head, batch, split, tile;   // tile: (batch, kv_heads, row_tiles)
+  int row_tile, kv_head, batch, run, tile;   // tile: (batch, kv_heads, row_tiles)
 
   HF_DEVICE DecodeWork(const Params& p, const DecodeSchedule& schedule, int block) {
     row_tile = block % schedule.row_tiles;
     kv_head = block / schedule.row_tiles % p.kv_heads;
     batch = block / schedule.row_tiles / p.kv_heads % p.batch;
-    split = block / schedule.row_tiles / p.kv_heads / p.batch;
+    run = block / schedule.row_tiles / p.kv_heads / p.batch;
     tile = (batch * p.kv_heads + kv_head) * schedule.row_tiles + row_tile;
   }
 };
