@@ -20,12 +20,15 @@ namespace hf_flash {
 
 constexpr int kKeysPerUnit = 16;   // of a warp's stage: one k-step of p v
 
-// The stages of its warps keep 48 to 96 KB of a block in flight; two blocks fit the 228 KB of an H100.
-template <int kHeadDim, int kRowBlocks> struct DecodeConfig {
+// Its warps keep all stages but one in flight, 64 to 72 KB of a block; two blocks fit the 228 KB of an H100. kWide: the
+// third stage where q takes a place in shared memory, for GPUs on which two such blocks fit a multiprocessor; on others
+// 32 KB are in flight.
+template <int kHeadDim, int kRowBlocks, bool kWide> struct DecodeConfig {
   // A row block takes kHeadDim / 2 registers for the output and kHeadDim / 4 for q, of 255.
   static constexpr bool kQueryInRegisters = kHeadDim * kRowBlocks <= 192;
+  static_assert(!kWide || !kQueryInRegisters);
   static constexpr int kWarps = kHeadDim <= 128 ? 4 : kHeadDim <= 160 ? 3 : 2;
-  static constexpr int kStages = !kQueryInRegisters ? 2 : kHeadDim <= 96 || kHeadDim == 192 ? 4 : 3;
+  static constexpr int kStages = !kQueryInRegisters ? 2 + kWide : kHeadDim <= 96 || kHeadDim == 192 ? 4 : 3;
   static constexpr int kThreads = 32 * kWarps, kRows = 16 * kRowBlocks;
 
   // Shared memory: the stages, each k and v of every warp; q behind them, or in the last stage until that is filled;
@@ -37,14 +40,14 @@ template <int kHeadDim, int kRowBlocks> struct DecodeConfig {
   static constexpr int kSumsOffset = kStages * kStageBytes + (kQueryInRegisters ? 0 : kQueryBytes);
   static constexpr int kBytes = kSumsOffset + kWarps * kRows * 8;
   static_assert(16 * kHeadDim * 4 <= 2 * kTileBytes, "16 rows fit where 16 keys and values lay");
-  static_assert(kBytes <= 99 * 1024, "sm_86 and sm_89 give a block 99 KB");
+  static_assert(kWide || kBytes <= 99 * 1024, "sm_86 and sm_89 give a block 99 KB");
   static_assert(kQueryBytes <= kStageBytes, "q lies in the last stage until it is filled");
 };
 
-template <class Element, int kHeadDim, int kRowBlocks>
-__global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 2)
+template <class Element, int kHeadDim, int kRowBlocks, bool kWide>
+__global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks, kWide>::kThreads, 2)
     decode_kernel(const Params p, const DecodeSchedule schedule) {
-  using Config = DecodeConfig<kHeadDim, kRowBlocks>;
+  using Config = DecodeConfig<kHeadDim, kRowBlocks, kWide>;
   using Layout = TileLayout<kHeadDim>;
   constexpr int kWarps = Config::kWarps, kStages = Config::kStages, kThreads = Config::kThreads;
   constexpr int kRows = Config::kRows, kSteps = kHeadDim / 16, kOutBlocks = kHeadDim / 8, kChunks = Layout::kChunks;
@@ -330,16 +333,21 @@ __global__ void __launch_bounds__(DecodeConfig<kHeadDim, kRowBlocks>::kThreads, 
   }
 }
 
-template <class Element, int kHeadDim, int kRowBlocks>
-int launch_decode(const Params& p, const DecodeSchedule& schedule, cudaStream_t stream) {
-  using Config = DecodeConfig<kHeadDim, kRowBlocks>;
-  return launch(decode_kernel<Element, kHeadDim, kRowBlocks>, schedule.blocks(p), Config::kThreads, Config::kBytes,
-                stream, p, schedule);
+template <class Element, int kHeadDim, int kRowBlocks, bool kWide = false>
+int launch_decode(const Params& p, DecodeSchedule& schedule, cudaStream_t stream) {
+  using Config = DecodeConfig<kHeadDim, kRowBlocks, kWide>;
+  // A multiprocessor has 1 KB more than one block may take, and every block takes 1 KB besides its own.
+  const int shared_memory = device_facts().shared_memory_per_block + 1024;
+  if constexpr (!kWide && !Config::kQueryInRegisters)
+    if (shared_memory >= 2 * (DecodeConfig<kHeadDim, kRowBlocks, true>::kBytes + 1024))
+      return launch_decode<Element, kHeadDim, kRowBlocks, true>(p, schedule, stream);
+  schedule.choose_runs(p, min(shared_memory / (Config::kBytes + 1024), 3));   // 3: registers
+  return launch(decode_kernel<Element, kHeadDim, kRowBlocks, kWide>, schedule.blocks(p), Config::kThreads,
+                Config::kBytes, stream, p, schedule);
 }
 
 template <class Element, int kHeadDim> int decode(const Params& p, cudaStream_t stream) {
   DecodeSchedule schedule(p, kHeadDim);
-  schedule.choose_runs(p);
   if (const int error = schedule.choose_arrivals(p, stream)) return error;
   constexpr int kMaxRowBlocks = kHeadDim <= 128 ? 2 : 1;   // registers for two outputs
   return schedule.rows == 16 ? launch_decode<Element, kHeadDim, 1>(p, schedule, stream)

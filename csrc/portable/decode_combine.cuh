@@ -42,11 +42,16 @@ struct DecodeSchedule {
   }
   int64_t blocks(const Params& p) const { return tiles(p) * runs; }
 
-  // As few as leave the GPU nearly two waves of the two blocks that a multiprocessor holds: the second evens out what
-  // the first takes longer in some places.
-  void choose_runs(const Params& p) {
-    const int64_t least = device_facts().sm_count * 15 / 4;
-    while (runs > 1 && tiles(p) * ceil_div(runs, 2) >= least) runs = ceil_div(runs, 2);
+  // As few as leave the GPU nearly two waves of blocks (the second evens out what the first takes longer in some places)
+  // and the last wave half of its blocks: fewer keep too little in flight. per_sm: blocks a multiprocessor holds.
+  void choose_runs(const Params& p, int per_sm) {
+    const int64_t slots = int64_t(device_facts().sm_count) * max(per_sm, 1);
+    for (int fewer = splits; fewer > 1;) {
+      fewer = ceil_div(fewer, 2);
+      const int64_t all = tiles(p) * fewer, last = (all - 1) % slots + 1;
+      if (8 * all < 15 * slots) return;
+      if (2 * last >= slots || all >= 8 * slots) runs = fewer;
+    }
   }
   // Splits of one run of a tile that has `count`: a power of two, the least for which the blocks suffice.
   HF_DEVICE int run_length(int count) const {
