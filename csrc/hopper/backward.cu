@@ -76,6 +76,8 @@ template <class Config, class Arguments> int make_maps(Arguments& a, int query_r
   };
   queries(&a.q, p.q), queries(&a.grad_out, p.grad_out);
   keys(&a.k, p.k), keys(&a.v, p.v), keys(&a.grad_k, p.grad_k), keys(&a.grad_v, p.grad_v);
+  const int64_t rows = a.queries.all_tiles() * a.queries.rows / query_rows;
+  if (!error && rows > 0) error = make_row_map(&a.statistics, a.workspace.lse_log2, 2 * rows, query_rows);
   return error;
 }
 
@@ -88,7 +90,6 @@ int run(BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>, const
   if (!p.cu_seqlens_k && (p.window_right >= 0 || p.deterministic))
     a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 8 * (p.heads / p.kv_heads));
   int error = make_maps<Config>(a, kQueries);
-  if (!error) error = make_row_map(&a.statistics, a.workspace.lse_log2, 2 * a.queries.all_tiles(), kQueries);
   if (!error) error = prepare<Config>(a, stream);
   if (!error)
     error = launch(backward_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(BackwardShared<Config>),

@@ -23,6 +23,7 @@ template <class Element_, int kHeadDim_, Scores kScores_> struct WideConfig {
 
 struct WideArguments {
   CUtensorMap q, k, v, grad_out, grad_q, grad_k, grad_v;
+  CUtensorMap statistics;          // rows of 64: LSE of every tile of queries, then delta
   Params p;
   TileGrid queries, keys;          // tiles of kDqRows queries and of kKeys keys
   BackwardWorkspace workspace;

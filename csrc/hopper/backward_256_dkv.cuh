@@ -16,7 +16,7 @@ struct DkvWork {
   int first_tile, last_tile;       // of 64 queries
   int k_length, diagonal;
   RowCoordinates q_rows, k_rows;
-  int64_t statistics;              // row of the first head's first query in the workspace
+  int statistics;                  // row of the first head's first 64 queries in the map of that name
 };
 
 template <class Config> struct DkvShared {
@@ -24,15 +24,13 @@ template <class Config> struct DkvShared {
   static constexpr int kPanels = Config::OperandTile::kPanels;
   Element k[kPanels][64][64], v[kPanels][64][64], q[2][kPanels][64][64], grad_out[2][kPanels][64][64];
   uint4 p[2][4][128];              // [stage][fragment][thread]
-  float2 row_values[2][2][32];     // [LSE, delta][stage]: a float2 for each lane of the warp that brings them
+  float2 row_values[2][2][32];     // [LSE, delta][stage]
   DkvWork work;
   uint64_t k_arrived, v_arrived, q_arrived[2], q_released[2], grad_out_arrived[2], grad_out_released[2];
 };
 
-// Named barriers: one per warpgroup, before its first tile (with the warp that brings its row statistics) and for its
-// epilogue; two per stage of p, where that warp waits with the warpgroup that waits.
+// Named barriers: one per warpgroup for its epilogue, two per stage of p.
 enum { kScoresBarrier = 1, kGradientsBarrier = 2, kProbabilitiesFull = 8, kProbabilitiesFree = 10 };
-constexpr int kHandOverThreads = 288;
 
 // Releases a stage on behalf of one warp: each has read its own part of the stage by plain loads too.
 HF_DEVICE void arrive_of_warp(uint64_t* barrier) {
@@ -48,7 +46,7 @@ template <class Config> HF_DEVICE void load_dkv_keys(const WideArguments& a, Dkv
   T::template load<64>(which ? static_cast<void*>(s.v) : s.k, which ? &a.v : &a.k, arrived, a.copies,
                        w.k_rows.row + w.first_key, w.kv_head, w.k_rows.outer);
 }
-// One thread brings q (which = 0), another grad_out (1).
+// One thread brings q and the LSE (which = 0), another grad_out and delta (1).
 template <class Config>
 HF_DEVICE void load_dkv_queries(const WideArguments& a, DkvShared<Config>& s, int which) {
   const DkvWork& w = s.work;
@@ -57,38 +55,21 @@ HF_DEVICE void load_dkv_queries(const WideArguments& a, DkvShared<Config>& s, in
   uint64_t* const released = which ? s.grad_out_released : s.q_released;
   const CUtensorMap* const map = which ? &a.grad_out : &a.q;
   char* const tiles = reinterpret_cast<char*>(which ? s.grad_out : s.q);
+  constexpr int kRows = Config::kDqRows / 64;      // of the map of statistics, a tile
   int stage = 0, phase = 0;
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
+    const int statistics = w.statistics + (head * a.queries.tiles + (which ? int(a.queries.all_tiles()) : 0)) * kRows;
     HF_NO_UNROLL
     for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
       mbarrier_wait(&released[stage], phase ^ 1);
-      mbarrier_expect_bytes(&arrived[stage], T::bytes(64));
+      mbarrier_expect_bytes(&arrived[stage], T::bytes(64) + 256);
       T::template load<64>(tiles + stage * T::bytes(64), map, &arrived[stage], a.copies, w.q_rows.row + tile * 64,
                            w.first_head + head, w.q_rows.outer);
+      tma_load_5d(s.row_values[which][stage], &a.statistics, &arrived[stage], 0, statistics + tile, 0, 0, 0);
       if (++stage == 2) stage = 0, phase ^= 1;
     }
   }
-}
-// One warp brings the LSE (which = 0), another delta (1), as bring_statistics does in the one-pass kernel.
-template <class Config>
-HF_DEVICE void bring_row_values(const WideArguments& a, DkvShared<Config>& s, int which) {
-  const DkvWork& w = s.work;
-  const int lane = threadIdx.x % 32, hand_over = which ? kProbabilitiesFull : kProbabilitiesFree;
-  int stage = 0, barrier = which ? kGradientsBarrier : kScoresBarrier, threads = 160;
-  HF_NO_UNROLL
-  for (int head = 0; head < w.group; ++head) {
-    const float* const source = (which ? a.workspace.delta : a.workspace.lse_log2) + w.statistics +
-                                int64_t(head) * a.queries.tiles * Config::kDqRows;
-    HF_NO_UNROLL
-    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
-      s.row_values[which][stage][lane] = reinterpret_cast<const float2*>(source + tile * 64)[lane];
-      barrier_sync(barrier, threads);
-      barrier = hand_over + stage, threads = kHandOverThreads;
-      stage ^= 1;
-    }
-  }
-  barrier_arrive(barrier, threads);
 }
 
 // The loops below issue the last product of a step before the first of the next: the stage that it frees is then
@@ -155,17 +136,16 @@ HF_DEVICE void accumulate_dv(const WideArguments& a, DkvShared<Config>& s) {
     if constexpr (!Config::kGeneral)
       HF_UNROLL
       for (int i = 0; i < 16; ++i) p_packed[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
-    barrier_sync(kProbabilitiesFree + stage, kHandOverThreads);
+    barrier_sync(kProbabilitiesFree + stage, 256);
     HF_UNROLL
     for (int i = 0; i < 4; ++i) {
       const float* const x = scores + 8 * i;
       s.p[stage][i][thread] = make_uint4(pack<fp16>(x[0], x[1]), pack<fp16>(x[2], x[3]), pack<fp16>(x[4], x[5]),
                                          pack<fp16>(x[6], x[7]));
     }
-    barrier_arrive(kProbabilitiesFull + stage, kHandOverThreads);
+    barrier_arrive(kProbabilitiesFull + stage, 256);
   };
 
-  barrier_sync(kScoresBarrier, 160);
   mbarrier_wait(&s.k_arrived, 0);
   if (steps > 0) {
     {
@@ -237,7 +217,7 @@ template <class Config> HF_DEVICE void accumulate_dk(const WideArguments& a, Dkv
           dp[4 * i + e] = fmaf(dp[4 * i + e], kUnit, (e & 1 ? delta[i].y : delta[i].x) * -kUnit);
     }
     arrive_of_warp(&s.grad_out_released[stage]);
-    barrier_sync(kProbabilitiesFull + stage, kHandOverThreads);
+    barrier_sync(kProbabilitiesFull + stage, 256);
     HF_UNROLL
     for (int i = 0; i < 4; ++i) {
       const uint4 packed = s.p[stage][i][thread];
@@ -257,12 +237,11 @@ template <class Config> HF_DEVICE void accumulate_dk(const WideArguments& a, Dkv
         ds_packed[4 * i + j] = pack<Element>(x[0], x[1]);
       }
     }
-    barrier_arrive(kProbabilitiesFree + stage, kHandOverThreads);
+    barrier_arrive(kProbabilitiesFree + stage, 256);
   };
 
-  barrier_arrive(kProbabilitiesFree, kHandOverThreads);
-  barrier_arrive(kProbabilitiesFree + 1, kHandOverThreads);
-  barrier_sync(kGradientsBarrier, 160);
+  barrier_arrive(kProbabilitiesFree, 256);
+  barrier_arrive(kProbabilitiesFree + 1, 256);
   mbarrier_wait(&s.v_arrived, 0);
   if (steps > 0) {
     {
@@ -321,7 +300,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dkv_kernel(const
     w.k_length = sequence.k_length, w.diagonal = mask.diagonal;
     w.q_rows = a.q_layout.sequence(place.batch, sequence.q_row, sequence.q_length);
     w.k_rows = a.k_layout.sequence(place.batch, sequence.k_row, sequence.k_length);
-    w.statistics = a.queries.first_tile(place.batch, w.first_head) * Config::kDqRows;
+    w.statistics = int(a.queries.first_tile(place.batch, w.first_head)) * (Config::kDqRows / 64);
 
     mbarrier_init(&s.k_arrived, 1);
     mbarrier_init(&s.v_arrived, 1);
@@ -341,7 +320,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dkv_kernel(const
   if (warpgroup == 0) {
     registers_shrink<Config::kProducerRegisters>();
     if (threadIdx.x == 0 || threadIdx.x == 32) load_dkv_queries<Config>(a, s, threadIdx.x / 32);
-    if (threadIdx.x >= 64) bring_row_values<Config>(a, s, uniform(threadIdx.x / 32) - 2);
   } else if (warpgroup == 1) {
     registers_grow<Config::kConsumerRegisters>();
     accumulate_dv<Config>(a, s);
