@@ -51,6 +51,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
   constexpr int kTileK = C::kTileK, kHeadDim = C::kHeadDim;
   using Scores = float[kTileK / 2];
   constexpr bool kDropout = C::kVariant == Variant::kDropout, kGeneral = kDropout || C::kVariant == Variant::kGeneral;
+  constexpr bool kReleaseLate = !C::kOutputInQ && !C::kQueriesInRegisters;
   const Params& p = a.p;
   const int lane = threadIdx.x % 32;
   const bool leader = threadIdx.x % 128 == 0;
@@ -69,7 +70,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
     if (w.first_row < 0) break;
     const int row = w.first_row + tile_row, begin = w.key_tiles.begin, end = w.key_tiles.end;
     float out[kHeadDim / 2];
-    uint32_t probabilities[kTileK / 4];
+    uint32_t probabilities[kTileK / 4], queries[C::kQueriesInRegisters ? kHeadDim / 4 : 1];
     OnlineSoftmax<C::kLazyRescale> softmax;
     HF_UNROLL
     for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
@@ -79,8 +80,12 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
       wgmma_fence();
       HF_UNROLL
       for (int k = 0; k < kHeadDim / 16; ++k)
-        Wgmma<Element, kTileK, false>::ss(scores, q_descriptor + Tile::template k_step<64>(k),
-                                          k_descriptor + Tile::template k_step<kTileK>(k), k > 0);
+        if constexpr (C::kQueriesInRegisters)
+          Wgmma<Element, kTileK, false>::rs(scores, queries + 4 * k, k_descriptor + Tile::template k_step<kTileK>(k),
+                                            k > 0);
+        else
+          Wgmma<Element, kTileK, false>::ss(scores, q_descriptor + Tile::template k_step<64>(k),
+                                            k_descriptor + Tile::template k_step<kTileK>(k), k > 0);
       wgmma_commit();
     };
     auto multiply_pv = [&](int stage) {
@@ -119,7 +124,18 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
       }
     };
 
+    const auto release_queries = [&] {
+      if (leader) mbarrier_arrive(&s.q_released[group]);
+    };
     mbarrier_wait(&s.q_arrived[group], count & 1);
+    if constexpr (C::kQueriesInRegisters) {
+      HF_UNROLL
+      for (int i = 0; i < kHeadDim / 4; ++i)   // fragments of wgmma's A: rows r and r + 8, chunks of 8 columns
+        queries[i] = *reinterpret_cast<const uint32_t*>(
+            s.q[group] + Tile::template chunk_offset<64>(warp % 4 * 16 + lane / 4 + i % 2 * 8, i / 2) + lane % 4 * 4);
+      barrier_sync(kGroupBarrier + group, 128);
+      release_queries();
+    }
     if (begin < end) {
       int j = end - 1;
       {
@@ -168,7 +184,7 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
         HF_NO_UNROLL
         for (; j >= begin; --j) step(j, std::false_type{});
       }
-      if (!C::kOutputInQ && leader) mbarrier_arrive(&s.q_released[group]);   // the next Q loads under this tile's end
+      if (kReleaseLate) release_queries();   // the next Q loads under this tile's end
       if (C::kRescaleFirst) softmax.rescale(out);
       mbarrier_wait(&s.v_arrived[ring.stage], ring.phase);
       multiply_pv(ring.stage);
@@ -187,8 +203,8 @@ template <class C> HF_DEVICE void consume(const ForwardArguments& a, ForwardShar
     if (begin < end) {
       if (leader) mbarrier_arrive(&s.v_released[ring.stage]);
       ring.advance();
-    } else if (!C::kOutputInQ && leader) {
-      mbarrier_arrive(&s.q_released[group]);
+    } else if (kReleaseLate) {
+      release_queries();
     }
     if (p.lse != nullptr && lane % 4 == 0) {
       float* const lse = p.lse + w.lse_offset;

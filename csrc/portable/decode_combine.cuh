@@ -16,6 +16,7 @@ static __device__ int32_t arrivals[ArrivalCounters::kCount];
 struct DecodeSchedule {
   int rows, row_tiles, splits;   // rows of one tile; tiles of a kv head; splits that may be needed
   int runs;                      // blocks of a tile
+  int keys;                      // the most that a row may see
   float *partial_out, *partial_lse;   // (batch, heads, seq_q, splits, head_dim) and (batch, heads, seq_q, splits), log2
   int32_t* own_arrivals;              // (batch, kv_heads, row_tiles), for a launch that gets no counters
   int first_arrivals = ArrivalCounters::kNone;
@@ -24,12 +25,12 @@ struct DecodeSchedule {
     const int all_rows = p.seq_q * (p.heads / p.kv_heads);
     rows = all_rows <= 16 || head_dim_tile > 128 ? 16 : 32;
     row_tiles = ceil_div(all_rows, rows);
-    int64_t keys = p.seq_k;
+    keys = p.seq_k;
     if (p.window_left >= 0 && p.window_right >= 0) {
       const int64_t visible = int64_t(p.window_left) + p.window_right + p.seq_q;
-      keys = visible < keys ? visible : keys;
+      keys = visible < keys ? int(visible) : keys;
     }
-    splits = Splits::most(int(keys), p.num_splits);
+    splits = Splits::most(keys, p.num_splits);
     runs = splits;
     partial_out = static_cast<float*>(p.workspace);
     partial_lse = partial_out + partial_rows(p) * p.head_dim;
@@ -43,13 +44,15 @@ struct DecodeSchedule {
   int64_t blocks(const Params& p) const { return tiles(p) * runs; }
 
   // As few as leave the GPU nearly two waves of blocks (the second evens out what the first takes longer in some places)
-  // and the last wave half of its blocks: fewer keep too little in flight. per_sm: blocks a multiprocessor holds.
+  // and the last wave half of its blocks: fewer keep too little in flight. Of a long sequence among short ones, whose
+  // lengths the host does not know, no block gets more than kMostKeys. per_sm: blocks a multiprocessor holds.
   void choose_runs(const Params& p, int per_sm) {
+    constexpr int kMostKeys = 4096;
     const int64_t slots = int64_t(device_facts().sm_count) * max(per_sm, 1);
     for (int fewer = splits; fewer > 1;) {
       fewer = ceil_div(fewer, 2);
       const int64_t all = tiles(p) * fewer, last = (all - 1) % slots + 1;
-      if (8 * all < 15 * slots) return;
+      if (8 * all < 15 * slots || int64_t(fewer) * kMostKeys < keys) return;
       if (2 * last >= slots || all >= 8 * slots) runs = fewer;
     }
   }
