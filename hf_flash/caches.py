@@ -66,13 +66,8 @@ class Span:
 
     def reserve(self, new, limit=None, place=None):
         """Make room for the rows of `new` (batch, heads, rows, head_dim) and count them in; they are not written."""
-        kept, extra, buffer = self.end - self.start, new.shape[2], self.buffer
-        if (
-            not self.own
-            or self.end + extra > buffer.shape[2]
-            or buffer.dtype != new.dtype
-            or (buffer.is_inference() and not torch.is_inference_mode_enabled())
-        ):
+        kept, extra = self.end - self.start, new.shape[2]
+        if not self.has_room(extra, new.dtype):
             past = self.view() if kept else None
             needed = kept + extra
             rows = needed + needed // 4 + SPARE_ROWS
@@ -88,6 +83,16 @@ class Span:
             self.start, self.end, self.own = 0, kept, True
             self.swapped = self.buffer.transpose(1, 2)
         self.end += extra
+
+    def has_room(self, rows, dtype):
+        """Whether `reserve` would leave the buffer where it is."""
+        buffer = self.buffer
+        return (
+            self.own
+            and self.end + rows <= buffer.shape[2]
+            and buffer.dtype == dtype
+            and (torch.is_inference_mode_enabled() or not buffer.is_inference())
+        )
 
     def write(self, new):
         """Write the newest rows."""
@@ -168,6 +173,15 @@ class GrowingLayer(DynamicLayer):
 
     # transformers 4.57 makes both empty tensors from the keys.
     _lazy_arguments = DynamicLayer.lazy_initialization.__code__.co_argcount - 1
+
+    def count_in(self, rows, dtype):
+        """`reserve` where both buffers have the room; else False, and nothing is counted."""
+        self.settle()
+        keys, values = self.spans
+        fits = keys.has_room(rows, dtype) and values.has_room(rows, dtype)
+        if fits:
+            self.advance(rows)
+        return fits
 
     def reserve(self, key_states, value_states):
         """Count new rows in, with room for them; the caller writes them."""

@@ -199,6 +199,20 @@ def run(which, params, device):
         return _run(library, which, params, device, torch._C._cuda_getCurrentRawStream(index))
 
 
+def prepare(which, params, device):
+    """For parameters that will run often: (the library's function, their address, scratch memory to be kept or None).
+
+    The function takes the address and a stream, and returns 0, or a code where `run` must be called instead.
+    """
+    library, pointer = _loaded(), ctypes.addressof(params)
+    params.kernel = kernel_choice()
+    size, workspace = library.hf_flash_workspace_bytes(which, pointer), None
+    if size > 0:
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        params.workspace, params.workspace_bytes = workspace.data_ptr(), size
+    return getattr(library, _PASSES[which]), pointer, workspace
+
+
 def _run(library, which, params, device, stream):
     pointer = ctypes.addressof(params)
     if which != FORWARD:

@@ -202,8 +202,7 @@ def _decode_kernel(
     alibi_slopes, scale, window_left, window_right, softcap, rotary_interleaved, num_splits,
 ):  # fmt: skip
     head_dim = q.shape[-1]
-    many_rows = q.shape[1] * (q.shape[2] // max(1, k_cache.shape[2])) > _DECODE_ROWS
-    if many_rows or head_dim % 8 or k_cache.numel() == 0 or not (_is_aligned(k_cache) and _is_aligned(v_cache)):
+    if not _decodes(q, k_cache, v_cache):
         q, used = reference.rotate_and_append(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
             block_table, window_left, window_right, rotary_interleaved,
@@ -219,25 +218,44 @@ def _decode_kernel(
     if q.numel() == 0:
         return out, lse
     q = _aligned(q)
-    p = _params(
-        q, k_cache, v_cache, out, lse, None, None, cache_seqlens, cache_leftpad, alibi_slopes, None, 0, 0, scale,
-        window_left, window_right, softcap, 0.0,
+    if k is not None:
+        k, v = _aligned(k), _aligned(v)
+    p = _decode_params(
+        q, k_cache, v_cache, out, lse, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_leftpad, alibi_slopes, scale,
+        window_left, window_right, softcap, rotary_interleaved,
     )  # fmt: skip
     if cache_batch_idx is not None:
         p.cache_batch_idx = cache_batch_idx.data_ptr()
     if block_table is not None:
         p.block_table, p.block_table_stride = block_table.data_ptr(), block_table.stride(0)
         p.page_size, p.seq_k = k_cache.shape[1], block_table.shape[1] * k_cache.shape[1]
+    p.num_splits = num_splits
+    library.run(library.DECODE, p, q.device)
+    return out, lse
+
+
+def _decodes(q, k_cache, v_cache):
+    """Whether the decode kernel takes these, as they lie."""
+    few_rows = q.shape[1] * (q.shape[2] // max(1, k_cache.shape[2])) <= _DECODE_ROWS
+    return few_rows and q.shape[-1] % 8 == 0 and k_cache.numel() and _is_aligned(k_cache) and _is_aligned(v_cache)
+
+
+def _decode_params(
+    q, k_cache, v_cache, out, lse, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_leftpad, alibi_slopes, scale,
+    window_left, window_right, softcap, rotary_interleaved,
+):  # fmt: skip
+    """What `_params` is to the others. The caller keeps the tensors alive."""
+    p = _params(
+        q, k_cache, v_cache, out, lse, None, None, cache_seqlens, cache_leftpad, alibi_slopes, None, 0, 0, scale,
+        window_left, window_right, softcap, 0.0,
+    )  # fmt: skip
     if k is not None:
-        k, v = _aligned(k), _aligned(v)
         p.new_k, p.new_v, p.seq_new = _tensor(k), _tensor(v), k.shape[1]
     if rotary_cos is not None:
         p.rotary_cos, p.rotary_sin = rotary_cos.data_ptr(), rotary_sin.data_ptr()
         p.rotary_dim, p.rotary_interleaved = 2 * rotary_cos.shape[-1], rotary_interleaved
         p.rotary_per_token = rotary_cos.dim() == 3
-    p.num_splits = num_splits
-    library.run(library.DECODE, p, q.device)
-    return out, lse
+    return p
 
 
 def _decode_cpu(q, *rest):
@@ -270,11 +288,15 @@ def _(q, *rest):
     return q.new_empty(q.shape), q.new_empty(_lse_shape(q, False), dtype=_lse_dtype(q))
 
 
+def _watched(x):
+    return type(x) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def _entry(op, on_cuda, on_cpu):
     """The op, called without the dispatcher (a third of the call's cost) where nobody could be watching it."""
 
     def call(q, *rest):
-        if type(q) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if _watched(q):
             return op(q, *rest)
         if q.is_cuda:
             return on_cuda(q, *rest)
@@ -286,3 +308,80 @@ def _entry(op, on_cuda, on_cpu):
 forward = _entry(torch.ops.hf_flash.forward.default, _forward_kernel, _forward_cpu)
 backward = _entry(torch.ops.hf_flash.backward.default, _backward_kernel, _backward_cpu)
 decode = _entry(torch.ops.hf_flash.decode.default, _decode_kernel, _decode_cpu)
+
+
+class DecodeCalls:
+    """`decode` for calls that follow each other and differ in little but where their tensors lie: a step's layers.
+
+    Calls alike share one struct of parameters, one scratch memory and one lse, which nobody reads. They are launched on
+    one stream, so each is done with them before the next. Keep the object for one step: it holds what the calls share.
+    """
+
+    def __init__(self):
+        self.plans = {}
+
+    def __call__(
+        self, q, k_cache, v_cache, start, k, v, cos, sin, lengths, left_pad, scale, window_left, softcap, interleaved
+    ):
+        """decode's `out`, with the caches read from row `start` on; or None where `decode` itself must be called."""
+        if _watched(q):
+            return None
+        device, stream = q.device, 0
+        if q.is_cuda:
+            index = device.index
+            if torch._C._cuda_getDevice() != index:
+                return None
+            stream = torch._C._cuda_getCurrentRawStream(index)
+        # A plan keeps its tensors, so that their ids stay theirs.
+        key = (
+            stream, device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.stride(), k_cache.shape,
+            k_cache.stride(), v_cache.stride(), start, id(cos), id(sin), id(lengths), id(left_pad), scale, window_left,
+            softcap, interleaved,
+        )  # fmt: skip
+        plan = self.plans.get(key)
+        if plan is None:
+            tensors = q, k_cache[:, start:], v_cache[:, start:], k, v, cos, sin, lengths, left_pad
+            plan = self.plans[key] = _DecodePlan(*tensors, scale, window_left, softcap, interleaved)
+        return plan.run(q, k_cache, v_cache, k, v, start, stream)
+
+
+class _DecodePlan:
+    """The parameters of calls of one key in `DecodeCalls`."""
+
+    def __init__(self, q, k_cache, v_cache, k, v, cos, sin, lengths, left_pad, scale, window_left, softcap, interleaved):
+        self.kept = cos, sin, lengths, left_pad
+        self.launch = None
+        on_kernels = q.is_cuda or (q.is_cpu and q.dtype in library.DTYPES and library.emulated())
+        if not on_kernels or not q.numel() or not _decodes(q, k_cache, v_cache):
+            return
+        if not (_is_aligned(q) and _is_aligned(k) and _is_aligned(v)):
+            return
+        self.device, self.options = q.device, {"dtype": q.dtype, "device": q.device}
+        self.lse = torch.empty(_lse_shape(q, False), dtype=torch.float32, device=q.device)
+        out = torch.empty(q.shape, **self.options)
+        p = self.params = _decode_params(
+            q, k_cache, v_cache, out, self.lse, k, v, cos, sin, lengths, left_pad, None, scale, window_left, 0, softcap,
+            interleaved,
+        )  # fmt: skip
+        self.launch, self.pointer, self.workspace = library.prepare(library.DECODE, p, q.device)
+        self.fields = p.q, p.k, p.v, p.new_k, p.new_v, p.out
+        self.shape = q.shape
+        self.skipped = [x.element_size() * x.stride(1) for x in (k_cache, v_cache)]
+
+    def run(self, q, k_cache, v_cache, k, v, start, stream):
+        """`out` of one of the calls, or None."""
+        if self.launch is None:
+            return None
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        at_keys, at_values = k_cache.data_ptr(), v_cache.data_ptr()
+        if (at_q | at_k | at_v | at_keys | at_values) & 15:  # rows start on 16 bytes
+            return None
+        out = torch.empty(self.shape, **self.options)
+        p_q, p_keys, p_values, p_k, p_v, p_out = self.fields
+        p_q.data, p_k.data, p_v.data, p_out.data = at_q, at_k, at_v, out.data_ptr()
+        p_keys.data = at_keys + start * self.skipped[0]
+        p_values.data = at_values + start * self.skipped[1]
+        if self.launch(self.pointer, stream):
+            self.launch = None  # the general call says what is wrong, or finds another kernel
+            return None
+        return out

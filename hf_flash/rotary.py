@@ -44,20 +44,24 @@ def _step(module, rotary, step, hidden_states, **kwargs):
     layer = step.cache.layers[module.layer_idx]
     query, key, value = rotary.project(module, hidden_states, (*hidden_states.shape[:-1], -1, module.head_dim))
     keys, values = layer.spans
-    one_dtype = query.dtype == key.dtype == value.dtype == keys.buffer.dtype == values.buffer.dtype
+    dtype = query.dtype
+    one_dtype = dtype == key.dtype == value.dtype == keys.buffer.dtype == values.buffer.dtype
     if not one_dtype or not fits_step(module, step, query, key, value, kwargs):
         return None
     # The layers' angles are the same where what they come from is.
     embeddings = kwargs.get("position_embeddings")
     source = kwargs["position_ids"] if embeddings is None else embeddings[0]
-    cos, sin = step.angles(source, lambda: rotary.angles(module, **kwargs), query.dtype)
+    cos, sin = step.angles(source, lambda: rotary.angles(module, **kwargs), dtype)
     if 2 * cos.shape[-1] > module.head_dim:
         return None
-    layer.reserve(key.transpose(1, 2), value.transpose(1, 2))
+    if not layer.count_in(key.shape[1], dtype):
+        layer.reserve(key.transpose(1, 2), value.transpose(1, 2))
     record_of(module).count_fused(query.device)
-    window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
-    scaling = getattr(module, "scaling", module.head_dim**-0.5)
+    # An attribute that a module lacks takes as long to look for as a launch: neither is asked of the module itself.
+    own = module.__dict__
+    window = own["sliding_window"] if "sliding_window" in own else step.window_of(own.get("config"))
+    scaling = own["scaling"] if "scaling" in own else module.head_dim**-0.5
     out = step.decode(module, query, key, value, cos, sin, rotary.interleaved, scaling, window, None).flatten(2)
     for name in rotary.outputs:
-        out = getattr(module, name)(out)
+        out = module._modules[name](out)
     return out

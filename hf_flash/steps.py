@@ -36,6 +36,7 @@ class Step(Layout):
         self.cache, self.left_pad, self.lengths = cache, left_pad, lengths
         self.given_lengths = lengths is not None
         self.checked, self.tables, self.shifted, self.spelt = None, None, {}, {}
+        self.configured, self.calls = None, ops.DecodeCalls()
         self.turns = True
         for layer in cache.layers:
             layer.deferring = True
@@ -71,15 +72,27 @@ class Step(Layout):
     def decode(self, module, query, key, value, cos, sin, interleaved, scaling, window, softcap):
         """`attend` for rows that were reserved, (batch, new, heads, head_dim), turned by cos and sin (angles)."""
         keys, values = self.cache.layers[module.layer_idx].spans
-        k_cache, v_cache = keys.swapped, values.swapped
-        if keys.start:
-            k_cache, v_cache = k_cache[:, keys.start :], v_cache[:, keys.start :]
         lengths, left_pad = self._rows(keys.end - self.q_length - keys.start, query.device)
-        out, _ = ops.decode(
-            query, k_cache, v_cache, key, value, cos, sin, lengths, None, left_pad, None, None, scaling,
-            -1 if window is None else window - 1, 0, softcap or 0.0, interleaved, 0,
+        window, softcap = -1 if window is None else window - 1, softcap or 0.0
+        out = self.calls(
+            query, keys.swapped, values.swapped, keys.start, key, value, cos, sin, lengths, left_pad, scaling, window,
+            softcap, interleaved,
         )  # fmt: skip
+        if out is None:
+            k_cache, v_cache = keys.swapped, values.swapped
+            if keys.start:
+                k_cache, v_cache = k_cache[:, keys.start :], v_cache[:, keys.start :]
+            out, _ = ops.decode(
+                query, k_cache, v_cache, key, value, cos, sin, lengths, None, left_pad, None, None, scaling, window, 0,
+                softcap, interleaved, 0,
+            )  # fmt: skip
         return out
+
+    def window_of(self, config):
+        """The sliding window that a module without one of its own finds in its configuration, or None."""
+        if self.configured is None or self.configured[0] is not config:
+            self.configured = config, getattr(config, "sliding_window", None)
+        return self.configured[1]
 
     def angles(self, source, make, dtype):
         """`make()`, (cos, sin) of the new tokens, -> (batch, new, rotary_dim / 2); once for layers of one `source`."""
