@@ -205,9 +205,10 @@ class GrowingLayer(DynamicLayer):
         return self.spans[0].end - self.spans[0].start
 
     def advance(self, rows):
-        """Count rows in, or out where negative, that a captured step has written or will write again."""
-        for span in self.spans:
-            span.end += rows
+        """Count rows in, or out where negative, that someone else has written or will write (again)."""
+        keys, values = self.spans
+        keys.end += rows
+        values.end += rows
 
     def reorder_cache(self, beam_idx):
         self.settle()

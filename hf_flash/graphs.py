@@ -151,12 +151,14 @@ class Lease:
 
     def holds(self, cache):
         """Whether the cache's rows still lie in the graph's buffers, from the first on, with room for one more."""
-        buffers = self.graph.buffers
-        return all(
-            span.buffer is buffers.get((index, name)) and span.start == 0 and span.end < self.graph.capacity
-            for index, layer in enumerate(cache.layers)
-            for name, span in zip(("keys", "values"), layer.spans)
-        )
+        buffer_of, capacity = self.graph.buffers.get, self.graph.capacity
+        for index, layer in enumerate(cache.layers):
+            keys, values = layer.spans
+            if keys.buffer is not buffer_of((index, "keys")) or values.buffer is not buffer_of((index, "values")):
+                return False
+            if keys.start or values.start or keys.end >= capacity or values.end >= capacity:
+                return False
+        return True
 
 
 class Graphs:

@@ -348,7 +348,9 @@ class DecodeCalls:
 class _DecodePlan:
     """The parameters of calls of one key in `DecodeCalls`."""
 
-    def __init__(self, q, k_cache, v_cache, k, v, cos, sin, lengths, left_pad, scale, window_left, softcap, interleaved):
+    def __init__(
+        self, q, k_cache, v_cache, k, v, cos, sin, lengths, left_pad, scale, window_left, softcap, interleaved
+    ):
         self.kept = cos, sin, lengths, left_pad
         self.launch = None
         on_kernels = q.is_cuda or (q.is_cpu and q.dtype in library.DTYPES and library.emulated())

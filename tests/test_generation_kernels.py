@@ -11,7 +11,7 @@ from test_generation import generate, prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_flash
-from hf_flash import caches, graphs, ops
+from hf_flash import caches, graphs, library, ops
 
 
 @pytest.mark.parametrize("name", ["gptj", "codegen", "gpt2", "llama"])
@@ -87,6 +87,25 @@ def test_attention_of_a_step_is_its_projections_and_one_call(name, rest, backend
     generate(model, ids, mask, do_sample=False)
     products = {"mm": 2 if name == "codegen" else 4}
     assert [dict(count) for count in counts[1:]] == [{**products, "decode": 1, **rest}] * (len(counts) - 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_layers_of_a_step_share_one_set_of_parameters(name, backend, monkeypatch):
+    if not backend.kernels:
+        pytest.skip("parameters are the kernels'")
+    ids, mask = (x.to(backend.device) for x in prompt("left"))
+    model = hf_flash.patch_model(make(name).to(backend.device, torch.bfloat16), strict=True)
+    layers = sum(row.fused is None for row in hf_flash.report(model))
+    counts, prepare, decode = collections.Counter(), library.prepare, ops.DecodeCalls.__call__
+
+    def counted(function, what):
+        return lambda *args: counts.update([what]) or function(*args)
+
+    monkeypatch.setattr(library, "prepare", counted(prepare, "prepared"))
+    monkeypatch.setattr(ops.DecodeCalls, "__call__", counted(decode, "layers"))
+    monkeypatch.setattr(ops, "decode", counted(ops.decode, "alone"))
+    generate(model, ids, mask, do_sample=False)
+    assert layers > 1 and counts == {"prepared": counts["layers"] // layers, "layers": counts["layers"]}
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
