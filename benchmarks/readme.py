@@ -125,7 +125,8 @@ def models_table(rows, plots=()):
     sentences = [context_line(row) for row in rows if "longest" in row]
     lines = []
     for row in (row for row in rows if "longest" not in row):
-        name = row["model"] + (f" + {row['with']}" if row.get("with") else "")
+        addition = {"liger": "fused layers"}.get(row.get("with"), row.get("with"))
+        name = row["model"] + (f" + {addition}" if addition else "")
         lines.append([name, row["task"], *model_row(row, ("hf_flash", "sdpa", "eager"))])
     table = markdown(["model", "task", "batch × tokens", "patched", "stock sdpa", "stock eager", "ratio"], lines)
     images = [f"![memory and speed against context]({plots['contexts']})"] if "contexts" in plots else []
