@@ -1,8 +1,10 @@
 """The benchmarks: FLOPs, contenders that are right before they are timed, turns, and processes that crash."""
 
+import contextlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -35,6 +37,78 @@ def test_every_contender_is_checked_and_timed(which, lengths, kv_heads):
     assert all(error < 1e-4 for error in errors.values())
 
 
+class Clocks:
+    """A host and a device that only count seconds: launches cost the host time, and wait for it and for each other."""
+
+    def __init__(self, launch, capturable=True):
+        self.launch, self.capturable, self.host, self.device, self.recorded = launch, capturable, 0.0, 0.0, None
+
+    def call(self, seconds):
+        if self.recorded is not None:
+            self.recorded.append(seconds)
+        else:
+            self.host += self.launch
+            self.run(seconds)
+
+    def run(self, seconds):
+        self.device = max(self.device, self.host) + seconds
+
+    @contextlib.contextmanager
+    def graph(self, graph, **options):
+        if not self.capturable:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        graph.nodes = self.recorded = []
+        yield
+        self.recorded = None
+
+    def install(self, monkeypatch):
+        clocks = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                self.at = None
+
+            def record(self):
+                self.at = max(clocks.device, clocks.host)
+
+            def synchronize(self):
+                clocks.host = max(clocks.host, self.at)
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) * 1e3
+
+        class CUDAGraph:
+            def replay(self):
+                clocks.host += 1e-5
+                clocks.run(sum(self.nodes))
+
+        names = {"Event": Event, "CUDAGraph": CUDAGraph, "graph": self.graph, "current_stream": lambda: None}
+        names |= {"synchronize": lambda: None, "_sleep": lambda cycles: self.run(cycles / 2e9)}
+        for name, stand_in in names.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+@pytest.mark.parametrize("seconds, calls", [(2e-6, 20), (2e-4, 5), (6e-4, 2), (1.5e-3, 1), (2.5e-3, 1), (2e-2, 1)])
+def test_no_time_of_the_host_s_counts(seconds, calls, capturable, monkeypatch):
+    """Launching takes 1.5 ms: as long as the pause allows, and longer than most of these calls."""
+    clocks = Clocks(1.5e-3, capturable)
+    clocks.install(monkeypatch)
+    timer = timing.Timer(lambda: clocks.call(seconds), torch.device("cuda"))
+    assert timer.calls == (calls if capturable else 1)
+    assert timer.start()() == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("seconds", [1e-5, 4e-4, 2e-3, 2.9e-3, 4e-3])
+def test_a_call_of_a_few_milliseconds_is_captured_and_no_longer_one(seconds, monkeypatch):
+    """How long a launch takes does not matter to a captured call, be it longer than the pause."""
+    clocks = Clocks(1e-3)
+    clocks.install(monkeypatch)
+    timer = timing.Timer(lambda: clocks.call(seconds), torch.device("cuda"))
+    clocks.launch = 5e-3
+    assert (timer.start()() == pytest.approx(seconds)) == (seconds < 3e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_on_a_gpu_every_contender_is_replayed_from_a_graph(which):
@@ -48,6 +122,21 @@ def test_on_a_gpu_every_contender_is_replayed_from_a_graph(which):
     seconds, errors = bench.measure(case, which, device, rounds=3)
     assert {"hf_flash", "fa2"} <= set(seconds) and errors["hf_flash"] <= bench.TOLERANCE
     assert timing.ceilings(device, 3)["matmul_tflops"] > 10
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_slow_launch_is_not_in_the_time():
+    """A call that the host takes a millisecond and a half to launch, and the device a few microseconds to run."""
+    device, x = torch.device("cuda"), torch.zeros(1024, device="cuda")
+
+    def call():
+        time.sleep(1.5e-3)
+        x.add_(1)
+
+    with timing.side_stream(device):
+        timer = timing.Timer(call, device)
+        assert timer.calls > 1 and timer.start()() < 1e-3
+        assert timing.Timer(lambda: x.sum().item(), device).calls == 1  # waits for the device: not capturable
 
 
 def test_a_wrong_or_failing_contender_is_not_timed():
