@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import statistics
 
 import torch
@@ -248,20 +249,27 @@ def progress(items, **options):
 
 
 def draw(rows, path, title):
-    """One plot per pass, mask and head dim: TFLOP/s against the length, a line per contender."""
+    """One plot per pass, mask and head dim: TFLOP/s against the length, a line per contender; at most five in a row."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = sorted(
-        {(row["pass"], row["head_dim"], row["causal"]) for row in rows}, key=lambda p: (p[0] != "forward", *p)
-    )
-    columns = max(1, len({p[1:] for p in panels}))
-    lines = max(1, len(panels) // columns)
+    panels = {(row["pass"], row["causal"], row["head_dim"]) for row in rows}
+    panels = sorted(panels, key=lambda p: (p[0] != "forward", *p))
+    passes = [[p for p in panels if p[0] == which] for which in dict.fromkeys(p[0] for p in panels)]
+    most = max(map(len, passes), default=1)
+    columns = math.ceil(most / math.ceil(most / 5))
+    # A pass begins a row of its own.
+    grid = [p[i : i + columns] for p in passes for i in range(0, len(p), columns)] or [[]]
+    lines = len(grid)
     figure, axes = pyplot.subplots(lines, columns, figsize=(3.2 * columns, 2.9 * lines), squeeze=False)
     names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
-    for axis, (which, head_dim, causal) in zip(axes.flat, panels):
+    for axis, panel in zip(axes.flat, (p for line in grid for p in line + [None] * (columns - len(line)))):
+        if panel is None:
+            axis.set_visible(False)
+            continue
+        which, causal, head_dim = panel
         chosen = [row for row in rows if (row["pass"], row["head_dim"], row["causal"]) == (which, head_dim, causal)]
         for index, name in enumerate(names):
             points = sorted((row["seq"], row["tflops"][name]) for row in chosen if name in row["tflops"])
@@ -277,10 +285,11 @@ def draw(rows, path, title):
         axis.set_xlabel("tokens a sequence", fontsize=8)
     for axis in axes[:, 0]:
         axis.set_ylabel("TFLOP/s", fontsize=8)
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8, frameon=False)
+    named = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
+    beside = max(1, min(len(named), 2 * columns))  # a name takes half a plot's width
+    figure.legend(named.values(), named, loc="lower center", ncols=beside, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout(rect=(0, 0.04 + 0.02 / lines, 1, 1))
+    figure.tight_layout(rect=(0, (0.1 + 0.22 * math.ceil(len(named) / beside)) / (2.9 * lines), 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -109,6 +109,32 @@ def test_a_call_of_a_few_milliseconds_is_captured_and_no_longer_one(seconds, mon
     assert (timer.start()() == pytest.approx(seconds)) == (seconds < 3e-3)
 
 
+@pytest.mark.parametrize("head_dims, columns", [((64,), 2), ((64, 80, 128, 256), 4), ((64, 80, 96, 128, 256), 5)])
+def test_a_plot_has_five_panels_in_a_row_at_most_and_names_every_contender(head_dims, columns, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    rows = [
+        bench.row_of(bench.Case(head_dim, seq, causal=causal), which, {"hf_flash": 1.0, which: 2.0})
+        for which in ("forward", "backward")
+        for head_dim in head_dims
+        for causal in (False, True)
+        for seq in (512, 1024)
+        if (which, head_dim, causal) != ("backward", 64, True)
+    ]
+    bench.draw(rows, tmp_path / "plot.png", "title")
+    monkeypatch.undo()
+    (figure,) = drawn
+    panels = [axis for axis in figure.axes if axis.get_visible()]
+    titles = [axis.get_title() for axis in panels]
+    assert len(titles) == len(set(titles)) == 4 * len(head_dims) - 1
+    assert figure.axes[0].get_gridspec().ncols == columns
+    for row in {axis.get_subplotspec().rowspan.start for axis in panels}:
+        assert len({a.get_title().split(",")[0] for a in panels if a.get_subplotspec().rowspan.start == row}) == 1
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"hf_flash", "forward", "backward"}
+    pyplot.close(figure)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_on_a_gpu_every_contender_is_replayed_from_a_graph(which):
