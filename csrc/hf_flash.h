@@ -42,7 +42,7 @@ typedef struct {
   const int32_t *block_table;          // (batch, pages per sequence), or NULL: contiguous
   const int32_t *cache_batch_idx;      // (batch): row of the cache that serves a query row, or NULL
   int64_t block_table_stride;
-  const void *rotary_cos, *rotary_sin; // (positions, rotary_dim / 2), dtype of q; rotary_per_token: (batch, seq_new, ..)
+  const void *rotary_cos, *rotary_sin; // (positions, rotary_dim / 2), dtype of q
   const float *alibi_slopes;           // (heads) or (batch, heads)
   int64_t alibi_batch_stride;          // 0: shared by the batch
   const int64_t *rng_state;            // device memory: {seed, offset} of the dropout mask
@@ -60,15 +60,15 @@ typedef struct {
   int32_t num_splits;                  // decode: 0 chooses
   int32_t deterministic;
   float scale, softcap, dropout_p;     // softcap 0: none
-  int32_t rotary_per_token;            // whether the angles are of the new tokens, not of rows of the cache
+  int32_t rotary_per_token;            // whether cos and sin are (batch, seq_new, rotary_dim / 2), of the new tokens
 } HfFlashParams;
 
 int64_t hf_flash_params_size(void);
 int64_t hf_flash_workspace_bytes(int pass, const HfFlashParams *params);
 int hf_flash_forward(const HfFlashParams *params, void *stream);
 int hf_flash_backward(const HfFlashParams *params, void *stream);
-int hf_flash_decode(const HfFlashParams *params, void *stream);   // one or a few queries against a cache, appending first
-const char *hf_flash_kernel_name(int pass, const HfFlashParams *params);   // what would run: "hopper/128", "portable/64"
+int hf_flash_decode(const HfFlashParams *params, void *stream);   // a few queries against a cache, appending first
+const char *hf_flash_kernel_name(int pass, const HfFlashParams *params);   // what would run, as "hopper/128"
 const char *hf_flash_error(int code);
 const char *hf_flash_architectures(void);                         // what was compiled: "80;90a"
 

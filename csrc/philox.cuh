@@ -1,6 +1,6 @@
 // The dropout mask: a pure function of (seed, offset, batch, head, query, key), so that every kernel and tiling, and
-// the recomputed backward, draws the same. Philox4x32 with 7 rounds (Salmon et al., SC 2011, doi 10.1145/2063384.2063405).
-// hf_flash/reference.py has the same function in Python.
+// the recomputed backward, draws the same. Philox4x32 with 7 rounds (Salmon et al., SC 2011,
+// doi 10.1145/2063384.2063405). hf_flash/reference.py has the same function in Python.
 #pragma once
 #include "common.cuh"
 

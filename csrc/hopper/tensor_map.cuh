@@ -96,8 +96,8 @@ int make_tensor_map(CUtensorMap* map, const Tensor& t, const RowLayout& layout, 
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// A map of fp32 values, `columns` of them in a row: one copy brings one row. racecheck follows it, unlike a copy without a
-// map.
+// A map of fp32 values, `columns` of them in a row: one copy brings one row. racecheck follows it, unlike a copy
+// without a map.
 inline int make_row_map(CUtensorMap* map, const float* values, int64_t rows, int columns) {
   if (rows > INT32_MAX) return HF_FLASH_NO_TENSOR_MAP;
   const cuuint64_t extents[5] = {cuuint64_t(columns), cuuint64_t(rows > 1 ? rows : 1), 1, 1, 1};

@@ -43,9 +43,9 @@ struct DecodeSchedule {
   }
   int64_t blocks(const Params& p) const { return tiles(p) * runs; }
 
-  // As few as leave the GPU nearly two waves of blocks (the second evens out what the first takes longer in some places)
-  // and the last wave half of its blocks: fewer keep too little in flight. Of a long sequence among short ones, whose
-  // lengths the host does not know, no block gets more than kMostKeys. per_sm: blocks a multiprocessor holds.
+  // As few as leave the GPU nearly two waves of blocks (the second evens out what the first takes longer in some
+  // places) and the last wave half of its blocks: fewer keep too little in flight. Of a long sequence among short ones,
+  // whose lengths the host does not know, no block gets more than kMostKeys. per_sm: blocks a multiprocessor holds.
   void choose_runs(const Params& p, int per_sm) {
     constexpr int kMostKeys = 4096;
     const int64_t slots = int64_t(device_facts().sm_count) * max(per_sm, 1);
