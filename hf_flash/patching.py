@@ -22,7 +22,7 @@ PATCH = "_hf_flash_patch"
 OLDEST = (4, 57)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """What hf_flash must know of a model family; `patches/` holds one file of them each.
 
@@ -44,8 +44,8 @@ class Adapter:
     heads: tuple[str, ...] = ("AutoModelForCausalLM",)
     replacements: Callable[[torch.nn.Module], Iterable[tuple]] | None = None
     kwargs_since: tuple[int, int] = OLDEST
-    rotary: dict[str, Rotary] = field(default_factory=dict, hash=False)
-    fused: dict[str, Callable] = field(default_factory=dict, hash=False)
+    rotary: dict[str, Rotary] = field(default_factory=dict)
+    fused: dict[str, Callable] = field(default_factory=dict)
 
 
 ADAPTERS: dict[str, Adapter] = {}
