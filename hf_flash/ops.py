@@ -106,8 +106,13 @@ def _params(
     return p
 
 
+def _rows_of_kv_head(q, k):
+    """Query rows that each kv head serves."""
+    return q.shape[1] * (q.shape[2] // max(1, k.shape[2]))
+
+
 def _few_queries(q, k, block_table):
-    rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    rows = _rows_of_kv_head(q, k)
     keys = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
     return rows <= _DECODE_ROWS and keys >= _DECODE_KEYS * rows
 
@@ -236,7 +241,7 @@ def _decode_kernel(
 
 def _decodes(q, k_cache, v_cache):
     """Whether the decode kernel takes these, as they lie."""
-    few_rows = q.shape[1] * (q.shape[2] // max(1, k_cache.shape[2])) <= _DECODE_ROWS
+    few_rows = _rows_of_kv_head(q, k_cache) <= _DECODE_ROWS
     return few_rows and q.shape[-1] % 8 == 0 and k_cache.numel() and _is_aligned(k_cache) and _is_aligned(v_cache)
 
 
