@@ -64,28 +64,8 @@ class Span:
         first, rest = divmod(x.data_ptr() - buffer.data_ptr(), x.stride(2) * x.element_size())
         return first if rest == 0 and 0 <= first <= buffer.shape[2] - x.shape[2] else None
 
-    def reserve(self, new, limit=None, place=None):
-        """Make room for the rows of `new` (batch, heads, rows, head_dim) and count them in; they are not written."""
-        kept, extra = self.end - self.start, new.shape[2]
-        if not self.has_room(extra, new.dtype):
-            past = self.view() if kept else None
-            needed = kept + extra
-            rows = needed + needed // 4 + SPARE_ROWS
-            if limit is not None and needed <= limit:
-                rows = min(rows, limit)
-            dtype = new.dtype if past is None else torch.promote_types(past.dtype, new.dtype)
-            shape = (*new.shape[:2], rows, new.shape[3])
-            self.buffer = place(shape, dtype, new.device) if place is not None else None
-            if self.buffer is None:
-                self.buffer = torch.empty(shape, dtype=dtype, device=new.device)
-            if past is not None:
-                self.buffer.narrow(2, 0, kept).copy_(past)
-            self.start, self.end, self.own = 0, kept, True
-            self.swapped = self.buffer.transpose(1, 2)
-        self.end += extra
-
     def has_room(self, rows, dtype):
-        """Whether `reserve` would leave the buffer where it is."""
+        """Whether so many new rows fit where the buffer is."""
         buffer = self.buffer
         return (
             self.own
@@ -93,6 +73,24 @@ class Span:
             and buffer.dtype == dtype
             and (torch.is_inference_mode_enabled() or not buffer.is_inference())
         )
+
+    def move(self, new, axis, limit=None, place=None):
+        """Go to a buffer with room for the rows of `new` (axis 1 or 2, heads on the other)."""
+        kept = self.end - self.start
+        past = self.view() if kept else None
+        needed = kept + new.shape[axis]
+        rows = needed + needed // 4 + SPARE_ROWS
+        if limit is not None and needed <= limit:
+            rows = min(rows, limit)
+        dtype = new.dtype if past is None else torch.promote_types(past.dtype, new.dtype)
+        shape = (new.shape[0], new.shape[3 - axis], rows, new.shape[3])
+        self.buffer = place(shape, dtype, new.device) if place is not None else None
+        if self.buffer is None:
+            self.buffer = torch.empty(shape, dtype=dtype, device=new.device)
+        if past is not None:
+            self.buffer.narrow(2, 0, kept).copy_(past)
+        self.start, self.end, self.own = 0, kept, True
+        self.swapped = self.buffer.transpose(1, 2)
 
     def write(self, new):
         """Write the newest rows."""
@@ -174,20 +172,16 @@ class GrowingLayer(DynamicLayer):
     # transformers 4.57 makes both empty tensors from the keys.
     _lazy_arguments = DynamicLayer.lazy_initialization.__code__.co_argcount - 1
 
-    def count_in(self, rows, dtype):
-        """`reserve` where both buffers have the room; else False, and nothing is counted."""
+    def reserve(self, key_states, value_states, axis=2):
+        """Count new rows (axis 1 or 2) in, with room for them; the caller writes them."""
         self.settle()
         keys, values = self.spans
-        fits = keys.has_room(rows, dtype) and values.has_room(rows, dtype)
-        if fits:
-            self.advance(rows)
-        return fits
-
-    def reserve(self, key_states, value_states):
-        """Count new rows in, with room for them; the caller writes them."""
-        self.settle()
-        for name, span, rows in zip(("keys", "values"), self.spans, (key_states, value_states)):
-            span.reserve(rows, self.limit, self.place and functools.partial(self.place, name))
+        rows = key_states.shape[axis]
+        if not keys.has_room(rows, key_states.dtype):
+            keys.move(key_states, axis, self.limit, self.place and functools.partial(self.place, "keys"))
+        if not values.has_room(rows, value_states.dtype):
+            values.move(value_states, axis, self.limit, self.place and functools.partial(self.place, "values"))
+        self.advance(rows)
 
     def _append(self, key_states, value_states):
         keys, values = self.spans
@@ -232,10 +226,6 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
         if not self.record_past and self.sliding_window > 1:
             for span in self.spans:
                 span.start = max(span.start, span.end - (self.sliding_window - 1))
-
-    def reserve(self, key_states, value_states):
-        super().reserve(key_states, value_states)
-        self.cumulative_length += key_states.shape[2]
 
     def _append(self, key_states, value_states):
         returned = super()._append(key_states, value_states)

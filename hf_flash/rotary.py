@@ -54,8 +54,7 @@ def _step(module, rotary, step, hidden_states, **kwargs):
     cos, sin = step.angles(source, lambda: rotary.angles(module, **kwargs), dtype)
     if 2 * cos.shape[-1] > module.head_dim:
         return None
-    if not layer.count_in(key.shape[1], dtype):
-        layer.reserve(key.transpose(1, 2), value.transpose(1, 2))
+    layer.reserve(key, value, axis=1)
     record_of(module).count_fused(query.device)
     # An attribute that a module lacks takes as long to look for as a launch: neither is asked of the module itself.
     own = module.__dict__
