@@ -28,9 +28,19 @@ AXES = dict(
     deterministic=(False, True),
 )
 SMALL = dict(AXES, head_dim=(32, 64), seq_q=(1, 17, 65, 130, 257), seq_k=(1, 17, 65, 130, 257, 300), group=(101, 102))
+# Every kernel that there is for a head dim and dtype.
+KERNELS = [
+    dict(head_dim=(head_dim,), dtype=(dtype,), kernel=(family,))
+    for head_dim in HEAD_DIMS
+    for dtype in (torch.bfloat16, torch.float16)
+    for family in ("portable", "hopper")
+    if family == "portable" or head_dim > 32
+]
+# Six cases of each kernel have every value of every axis but the lengths.
+SIX = dict(AXES, layout=(*AXES["layout"], "contiguous"))
 CASES = {
     "cpu": sample(70, 1, dtype=(torch.float32, torch.bfloat16, torch.float16), **AXES),
-    "cuda": sample(240, 2, dtype=(torch.bfloat16, torch.float16), kernel=("portable", "hopper"), **AXES)
+    "cuda": [case for i, kernel in enumerate(KERNELS) for case in sample(6, 100 + i, **{**SIX, **kernel})]
     + sample(40, 3, dtype=(torch.bfloat16,), kernel=("portable", "hopper"), head_dim=(64, 80, 128, 256),
              seq_q=(512, 777, 1024), seq_k=(512, 777, 1024), group=(202, 104), causal=(False, True),
              magnitude=(1.0, 3.0, 10.0)),
@@ -372,5 +382,14 @@ def test_the_sample_covers_each_head_dim_and_feature():
     for name, cases in CASES.items():
         for field in ("causal", "alibi", "grad_lse", "deterministic"):
             assert {getattr(c, field) for c in cases} == {False, True}, (name, field)
-    assert {c.head_dim for c in CASES["cuda"]} == set(HEAD_DIMS)
     assert Case(64) == Case(head_dim=64)
+
+
+def test_on_a_gpu_every_kernel_has_every_feature():
+    """Row 47: for each head dim and dtype, of each family of kernels."""
+    for kernel in KERNELS:
+        cases = [c for c in CASES["cuda"] if all(getattr(c, name) in values for name, values in kernel.items())]
+        groups = {100 * c.kv_heads + c.heads // c.kv_heads for c in cases}
+        assert groups == set(AXES["group"]), kernel
+        for name in ("causal", "window", "softcap", "alibi", "dropout", "layout", "grad_lse", "deterministic"):
+            assert {getattr(c, name) for c in cases} == set(AXES[name]), (name, kernel)

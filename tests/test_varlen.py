@@ -1,9 +1,11 @@
 """flash_attn_varlen_func and its packed forms: each sequence as if it were alone."""
 
+import random
+
 import pytest
 import torch
 from oracle import check, make, sample
-from test_attention import AXES, forced
+from test_attention import AXES, KERNELS, forced
 
 import hf_flash
 from hf_flash import library
@@ -26,19 +28,26 @@ def offsets(lengths, device):
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device=device, dtype=torch.int32)
 
 
+def drawn(name):
+    """(lengths, Case) for one backend: on a GPU three of every kernel, elsewhere some of all lengths."""
+    if name == "cuda":
+        for i, kernel in enumerate(KERNELS):
+            chosen = random.Random(i).sample(list(LENGTHS), 3)
+            yield from zip(chosen, sample(3, 200 + i, **{**VARLEN_AXES, **kernel}))
+        return
+    axes = {"dtype": (torch.float32, torch.bfloat16), **VARLEN_AXES}
+    if name == "emulated":
+        axes.update(dtype=(torch.bfloat16, torch.float16), head_dim=(64,), group=(101, 102))
+    for i, lengths in enumerate(LENGTHS):
+        for case in sample(2 if name == "emulated" else 4, 10 + i, **axes):
+            yield lengths, case
+
+
 def varlen_cases():
-    sizes = {"cpu": 4, "cuda": 24, "emulated": 2}
     for name in ["emulated"] if library.emulated() else ["cpu", "cuda"]:
-        axes = dict(VARLEN_AXES)
-        if name == "emulated":
-            axes.update(head_dim=(64,), group=(101, 102))
-        if name == "cuda":
-            axes.update(kernel=("portable", "hopper"))
-        for i, lengths in enumerate(LENGTHS):
-            dtypes = (torch.bfloat16, torch.float16) if name != "cpu" else (torch.float32, torch.bfloat16)
-            for case in sample(sizes[name], 10 + i, dtype=dtypes, **axes):
-                marks = [pytest.mark.gpu] if name == "cuda" else []
-                yield pytest.param(name, lengths, case, id=f"{name}-{lengths}-{case}", marks=marks)
+        marks = [pytest.mark.gpu] if name == "cuda" else []
+        for lengths, case in drawn(name):
+            yield pytest.param(name, lengths, case, id=f"{name}-{lengths}-{case}", marks=marks)
 
 
 @pytest.mark.parametrize("name, lengths, case", list(varlen_cases()))
