@@ -163,14 +163,27 @@ class Case:
                 assert torch.equal(self.slot(self.v_cache, b, length + i), self.v[b, i])
 
 
+FEATURES = {
+    "none": {},
+    "append, rotary halves": dict(seq_q=2, seq_new=2, rotary_dim=16, interleaved=False, causal=True),
+    "pages, rotary pairs": dict(page_size=16, seq_new=1, rotary_dim=32, causal=True),
+    "left padding, chosen rows": dict(leftpad=[5, 0, 17], shuffled=True, seq_new=1),
+    "window, softcap": dict(seq_q=4, window=(16, 3), softcap=5.0),
+    "alibi, splits": dict(seq_q=3, alibi=True, causal=True, num_splits=2),
+    "one head for all": dict(heads=8, kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("head_dim", [64, 72, 128, pytest.param(32, marks=pytest.mark.gpu), *(
     pytest.param(d, marks=pytest.mark.gpu) for d in (80, 96, 112, 160, 192, 256)
 )])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_head_dim_and_dtype(device, head_dim, dtype):
+def test_every_head_dim_and_dtype_with_every_feature(device, head_dim, dtype, name):
     if device == "cpu" and head_dim not in (64, 72, 128):
         pytest.skip("not compiled for the emulator")
-    Case(device, [37, 1, 64], head_dim=head_dim, dtype=dtype).check()
+    lengths = [37, 1, 300] if "splits" in name else [37, 1, 64]
+    Case(device, lengths, head_dim=head_dim, dtype=dtype, **FEATURES[name]).check()
 
 
 @pytest.mark.parametrize(
