@@ -53,6 +53,7 @@ def batch_of(name, kind="right"):
 @pytest.mark.parametrize("kind", ["right", "holes", "packed"])
 @pytest.mark.parametrize("name", ["llama", "gptj", "codegen", "gpt2", "bert"])
 def test_checkpointed_gradients_equal_stock_with_the_cache_left_on(name, kind, reentrant):
+    """Row 74."""
     stock, ours = pair(name)
     if kind == "packed":
         batch = {"input_ids": tokens(1, 9), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]])}
@@ -73,6 +74,7 @@ def test_checkpointed_gradients_equal_stock_with_the_cache_left_on(name, kind, r
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", DROPOUT)
 def test_recomputed_dropout_is_the_same(name, reentrant):
+    """Row 58."""
     found = []
     for checkpointed in (False, True):
         model = hf_flash.patch_model(make(name, **DROPOUT[name])).train()
@@ -91,6 +93,7 @@ def test_recomputed_dropout_is_the_same(name, reentrant):
 
 @pytest.mark.parametrize("name", DROPOUT)
 def test_attention_dropout_acts_in_training_only(name):
+    """Row 59."""
     model = hf_flash.patch_model(make(name, **DROPOUT[name]))
     given = {"input_ids": tokens(), "attention_mask": mask_of("right")}
     assert torch.equal(hidden_of(model(**given)), hidden_of(model(**given)))
@@ -106,6 +109,7 @@ def test_attention_dropout_acts_in_training_only(name):
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_autocast_keeps_weights_and_gradients_in_fp32(name, use_cache):
+    """Row 72."""
     stock, ours = pair(name)
     batch = batch_of(name)
     if name not in ENCODERS:
@@ -122,7 +126,7 @@ def test_autocast_keeps_weights_and_gradients_in_fp32(name, use_cache):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_half_precision_models_attend_in_one_dtype(name, dtype):
-    """GPT-J's and CodeGen's rotated queries and keys may be fp32 beside half values."""
+    """Row 64: GPT-J's and CodeGen's rotated queries and keys may be fp32 beside half values."""
     exact = make(name)
     stock, ours = (model.to(dtype) for model in pair(name))
     batch = batch_of(name)
