@@ -80,7 +80,7 @@ def _open(file):
             False,
             file,
             reason=f"there is no kernel library at {file}",
-            remedy="install CUDA's nvcc and run `pip install --no-build-isolation .` in the source tree",
+            remedy="install CUDA's nvcc and run `pip install .` in the source tree",
         )
     rebuild = "rebuild it: `pip install --force-reinstall --no-deps .` in the source tree"
     try:
