@@ -27,7 +27,8 @@ inline const DeviceFacts& device_facts() {
 }
 
 #ifndef HF_FLASH_EMULATE
-template <class Kernel, class... Arguments>
+// kEarly: the kernel may start while the one before it on the stream still runs; it calls grid_dependency_wait().
+template <bool kEarly = false, class Kernel, class... Arguments>
 int launch(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, cudaStream_t stream,
            const Arguments&... arguments) {
   if (blocks <= 0) return cudaSuccess;
@@ -36,11 +37,14 @@ int launch(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, cuda
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  kernel<<<dim3(unsigned(blocks)), threads, shared_bytes, stream>>>(arguments...);
-  return cudaGetLastError();
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {dim3(unsigned(blocks)), dim3(threads), shared_bytes, stream, &early, kEarly ? 1u : 0u};
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 #else
-template <class Kernel, class... Arguments>
+template <bool kEarly = false, class Kernel, class... Arguments>
 int launch(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, cudaStream_t,
            const Arguments&... arguments) {
   return emulate(kernel, blocks, threads, shared_bytes, arguments...);

@@ -6,6 +6,7 @@ Outputs and workspaces come poisoned with NaN, shared memory too.
 """
 
 import ctypes
+import functools
 import itertools
 import shutil
 import types
@@ -29,11 +30,36 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def built():
     output = build.DEFAULT_OUTPUT.with_name("libhf_flash_hopper_backward.so")
-    loaded = ctypes.CDLL(str(build.build(output, HEAD_DIMS, ("hopper/backward",))))
+    return build.build(output, HEAD_DIMS, ("hopper/backward",))
+
+
+def load(path):
+    loaded = ctypes.CDLL(str(path))
     loaded.hf_flash_workspace_bytes.restype = ctypes.c_int64
     return loaded
+
+
+@pytest.fixture(scope="module")
+def kernels(built):
+    return load(built)
+
+
+@pytest.fixture(scope="module")
+def on_multiprocessors(built, tmp_path_factory):
+    """The kernels on a GPU of so many: a library asks once, so each count has a copy."""
+    folder = tmp_path_factory.mktemp("kernels")
+
+    @functools.cache
+    def of(count):
+        loaded = load(shutil.copy(built, folder / f"of_{count}.so"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_FLASH_EMULATED_SM_COUNT", str(count))
+            loaded.hf_flash_kernel_name(library.BACKWARD, ctypes.byref(library.HfFlashParams()))
+        return loaded
+
+    return of
 
 
 def problem(head_dim, dtype, q_lengths, k_lengths, heads=2, kv_heads=None, packed=True, **features):
@@ -61,8 +87,8 @@ def reference(p, dtype):
     return out.detach(), lse.detach(), grads
 
 
-def kernel(kernels, p, out, lse, deterministic=False, wanted="qkv"):
-    """The gradients as the kernel computes them; None for those that are not wanted."""
+def run(kernels, p, out, lse, deterministic=False, wanted="qkv"):
+    """The gradients as the kernel computes them, None for those that are not wanted; and the workspace's bytes."""
     packed, params = p.cu_q is not None, library.HfFlashParams()
 
     def tensor(x):
@@ -97,19 +123,26 @@ def kernel(kernels, p, out, lse, deterministic=False, wanted="qkv"):
     params.workspace = workspace.data_ptr()
     assert kernels.hf_flash_backward(ctypes.byref(params), None) == 0
     assert workspace[params.workspace_bytes // 4 :].isnan().all()  # nothing written past its end
-    return grads
+    return grads, params.workspace_bytes
+
+
+def kernel(*what, **how):
+    return run(*what, **how)[0]
 
 
 def check(kernels, p, **how):
+    """Returns the workspace's bytes."""
     out, lse, exact = reference(p, torch.float64)
     half = reference(p, p.dtype)[2]
-    for name, x, y, z in zip("qkv", kernel(kernels, p, out, lse, **how), exact, half, strict=True):
+    grads, workspace_bytes = run(kernels, p, out, lse, **how)
+    for name, x, y, z in zip("qkv", grads, exact, half, strict=True):
         if name in how.get("wanted", "qkv"):
             bound = 2 * (z.double() - y).abs().amax() + 1e-5
             close = (x.double() - y).norm() <= 1.1 * (z.double() - y).norm() + 1e-5
             assert (x.double() - y).abs().amax() <= bound or close, f"d{name}"
         else:
             assert x is None
+    return workspace_bytes
 
 
 CASES = {
@@ -159,3 +192,65 @@ def test_nan_in_a_sequence_stays_there(kernels, head_dim, features):
         x[cu[1] : cu[2]] = float("nan")
     for x, y, cu in zip(kernel(kernels, p, out, lse), clean, (p.cu_q, p.cu_k, p.cu_k), strict=True):
         assert torch.equal(x[: cu[1]], y[: cu[1]]) and torch.equal(x[cu[2] :], y[cu[2] :])
+
+
+def shared_bytes(head_dim, lengths, heads, parts, gradients=2, packed=True):
+    """What blocks that share a group take of the workspace: fp32 sums of key rows, which come in sixteens."""
+    tile = next(x for x in HEAD_DIMS if x >= head_dim)
+    blocks = sum(lengths) // 16 + len(lengths) if packed else sum(-(-x // 16) for x in lengths)
+    return gradients * heads * parts * blocks * 16 * tile * 4
+
+
+GROUPS = {
+    "causal": dict(q=(150, 150), k=(201, 201), packed=False, heads=6, kv_heads=2, causal=True),
+    "full": dict(q=(97,), k=(260,), packed=False, heads=3, kv_heads=1),
+    "window, softcap, dropout": dict(
+        q=(130,), k=(140,), packed=False, heads=4, kv_heads=1, window_size=(70, 5), softcap=5.0, dropout_p=0.2
+    ),
+    "keys that no query sees": dict(q=(30,), k=(300,), packed=False, heads=4, kv_heads=2, window_size=(60, 0)),
+    "packed, causal": dict(q=(100, 0, 1, 130), k=(65, 30, 0, 143), heads=4, kv_heads=1, causal=True),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 40, 104, 136, 248])
+def test_a_group_shared_by_blocks_gets_its_gradients(on_multiprocessors, head_dim, name):
+    """On a GPU that needs a block for every query head, and on one that keeps the group whole."""
+    case = dict(GROUPS[name])
+    dtype = (torch.bfloat16, torch.float16)[int(torch.randint(2, ()))]
+    p = problem(head_dim, dtype, case.pop("q"), lengths := case.pop("k"), **case)
+    whole, shared = (check(on_multiprocessors(count), p) for count in (1, 64))
+    sums = shared_bytes(head_dim, lengths, p.kv_heads, p.heads // p.kv_heads, packed=p.cu_k is not None)
+    assert 0 <= shared - whole - sums < 256
+
+
+@pytest.mark.parametrize("head_dim", [80, 192])
+def test_parts_of_a_group_need_not_be_equal(on_multiprocessors, head_dim):
+    """Eleven heads, four blocks' worth of keys: three, three, three and two heads to a block."""
+    p = problem(head_dim, torch.bfloat16, (60,), (500 if head_dim <= 128 else 250,), 11, 1, False, causal=True)
+    whole, shared = (check(on_multiprocessors(count), p) for count in (1, 8))
+    assert 0 <= shared - whole - shared_bytes(head_dim, (p.seq_k,), 1, 4, packed=False) < 256
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [(150,), (70, 1, 200)], ids=str)
+def test_shared_groups_give_the_same_bits_in_every_run(on_multiprocessors, monkeypatch, head_dim, lengths):
+    """Deterministic, whichever blocks and threads come first; dk and dv in any mode."""
+    p = problem(head_dim, torch.bfloat16, lengths, lengths, heads=4, kv_heads=1, causal=True)
+    out, lse, _ = reference(p, torch.float64)
+    shared = on_multiprocessors(64)
+    check(shared, p, deterministic=True)
+    first = kernel(shared, p, out, lse, deterministic=True)
+    monkeypatch.setenv("HF_FLASH_EMULATED_ORDER", "7")
+    assert all(map(torch.equal, kernel(shared, p, out, lse, deterministic=True), first))
+    monkeypatch.setenv("HF_FLASH_EMULATED_BLOCKS", "-1")
+    assert all(map(torch.equal, kernel(shared, p, out, lse)[1:], first[1:]))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_shared_groups_write_only_wanted_gradients(on_multiprocessors, head_dim, wanted):
+    p = problem(head_dim, torch.bfloat16, (100,), (150,), packed=False, heads=3, kv_heads=1, causal=True)
+    whole, shared = (check(on_multiprocessors(count), p, wanted=wanted) for count in (1, 64))
+    gradients = len(wanted.replace("q", ""))
+    assert 0 <= shared - whole - shared_bytes(head_dim, (150,), 1, 3, gradients, packed=False) < 256

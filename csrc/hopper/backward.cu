@@ -40,15 +40,34 @@ template <int kHeadDim, class Call> int64_t for_config(const Params& p, Call cal
   return p.dtype == HF_FLASH_BF16 ? for_config<kHeadDim, bf16>(p, call) : for_config<kHeadDim, fp16>(p, call);
 }
 
+template <class Config> TileGrid query_tiles(const Params& p) {
+  return TileGrid::make(p.cu_seqlens_q, Config::kStatisticsRows, p.heads, p.batch, p.seq_q, p.total_q);
+}
+template <class Config> TileGrid key_tiles(const Params& p, int parts) {
+  return TileGrid::make(p.cu_seqlens_k, Config::kKeys, p.kv_heads * parts, p.batch, p.seq_k, p.total_k);
+}
+template <class Config> HeadParts head_parts(const Params& p) {
+  return HeadParts::make(p, key_tiles<Config>(p, 1).all_tiles(), Config::kHeadDim,
+                         BackwardWorkspace::bytes(query_tiles<Config>(p), Config::kDqFloats, p));
+}
+
 // What both forms of a pass are given; Arguments is BackwardArguments or WideArguments.
 template <class Config, class Arguments> void fill(Arguments& a, const Params& p) {
   a.p = p;
-  a.queries = TileGrid::make(p.cu_seqlens_q, Config::kStatisticsRows, p.heads, p.batch, p.seq_q, p.total_q);
-  a.keys = TileGrid::make(p.cu_seqlens_k, Config::kKeys, p.kv_heads, p.batch, p.seq_k, p.total_k);
+  a.queries = query_tiles<Config>(p);
+  a.parts = head_parts<Config>(p);
+  a.keys = key_tiles<Config>(p, a.parts.parts);
   a.workspace = BackwardWorkspace::make(p.workspace, a.queries, Config::kDqFloats, p);
   a.scores = ScoreConstants::make(p);
   a.q_layout = query_rows(p), a.k_layout = key_rows(p, p.k);
   a.copies = copies_per_tile<typename Config::OperandTile>(p.head_dim);
+}
+
+// Key tiles in ascending order are longest first under a mask. Heads advance together: as many as share the L2 cache,
+// or all of them where blocks are few, so that these come out even. row_bytes: of a query in the loop.
+template <class Arguments> void order_keys(Arguments& a, int64_t row_bytes) {
+  if (a.parts.parts > 1 || a.keys.all_tiles() < 4 * device_facts().sm_count) a.keys.section = a.keys.lanes();
+  else if (!a.p.cu_seqlens_k) a.keys.interleave(a.p.seq_q * row_bytes * (a.p.heads / a.p.kv_heads));
 }
 
 template <class Config, class Arguments> int prepare(const Arguments& a, cudaStream_t stream) {
@@ -86,17 +105,18 @@ int run(BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>, const
   using Config = BackwardConfig<Element, kHeadDim, kQueries, kPanelWidth, kScores>;
   BackwardArguments a;
   fill<Config>(a, p);
-  // Key tiles in ascending order are longest first under a causal mask; deterministic, the kernel turns them round.
-  if (!p.cu_seqlens_k && (p.window_right >= 0 || p.deterministic))
-    a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 8 * (p.heads / p.kv_heads));
+  if (p.window_right >= 0 || p.deterministic) order_keys(a, kHeadDim * 8);   // deterministic, the kernel turns it round
   int error = make_maps<Config>(a, kQueries);
   if (!error) error = prepare<Config>(a, stream);
+  int64_t ctas = 0;
+  if (!error) error = share_tiles(a.keys.all_tiles(), stream, &a.counter, &ctas);
   if (!error)
-    error = launch(backward_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(BackwardShared<Config>),
-                   stream, a);
+    error = launch<true>(backward_kernel<Config>, ctas, Config::kThreads, sizeof(BackwardShared<Config>), stream, a);
+  if (!error) error = launch_sum_parts<Element, kHeadDim>(p, a.parts, p.scale, a.scores.keep_scale, stream);
   if (!error && p.grad_q.data)
-    error = launch(backward_convert_kernel<Config>, a.queries.all_tiles(), 256,
-                   kQueries * (kHeadDim + 8) * sizeof(Element), stream, ConvertArguments{p, a.queries, a.workspace});
+    error = launch<true>(backward_convert_kernel<Config>, a.queries.all_tiles(), 256,
+                         kQueries * (kHeadDim + 8) * sizeof(Element), stream,
+                         ConvertArguments{p, a.queries, a.workspace});
   return error;
 }
 
@@ -105,8 +125,7 @@ int run(WideConfig<Element, kHeadDim, kScores>, const Params& p, cudaStream_t st
   using Config = WideConfig<Element, kHeadDim, kScores>;
   WideArguments a;
   fill<Config>(a, p);
-  if (p.window_right >= 0 && !p.cu_seqlens_k)
-    a.keys.interleave(int64_t(p.seq_q) * kHeadDim * 4 * (p.heads / p.kv_heads));
+  if (p.window_right >= 0) order_keys(a, kHeadDim * 4);
   if (p.window_right >= 0 && !p.cu_seqlens_q)
     a.queries.interleave(max(int64_t(1), int64_t(p.seq_k) * kHeadDim * 4 * p.kv_heads / p.heads));
   int error = make_maps<Config>(a, 64);
@@ -115,6 +134,8 @@ int run(WideConfig<Element, kHeadDim, kScores>, const Params& p, cudaStream_t st
   if (!error && (p.grad_k.data || p.grad_v.data))
     error = launch(backward_dkv_kernel<Config>, a.keys.all_tiles(), Config::kThreads, sizeof(DkvShared<Config>),
                    stream, a);
+  if (!error)
+    error = launch_sum_parts<Element, kHeadDim>(p, a.parts, p.scale, Config::kUnit * a.scores.keep_scale, stream);
   if (!error && p.grad_q.data)
     error = launch(backward_dq_kernel<Config>, a.queries.all_tiles(), Config::kThreads, sizeof(DqShared<Config>),
                    stream, a);
@@ -124,12 +145,8 @@ int run(WideConfig<Element, kHeadDim, kScores>, const Params& p, cudaStream_t st
 }  // namespace hopper
 
 template <int kHeadDim> int64_t hopper_backward_workspace(const Params& p) {
-  return hopper::for_config<kHeadDim>(p, [&](auto config) {
-    using Config = decltype(config);
-    const auto queries =
-        hopper::TileGrid::make(p.cu_seqlens_q, Config::kStatisticsRows, p.heads, p.batch, p.seq_q, p.total_q);
-    return hopper::BackwardWorkspace::bytes(queries, Config::kDqFloats, p);
-  });
+  return hopper::for_config<kHeadDim>(
+      p, [&](auto config) { return hopper::head_parts<decltype(config)>(p).workspace_bytes; });
 }
 
 template <int kHeadDim> int hopper_backward(const Params& p, cudaStream_t stream) {

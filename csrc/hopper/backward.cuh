@@ -1,6 +1,6 @@
 // Backward attention for Hopper, head dims up to 128. A block owns 128 keys of one key/value head (two consumer
-// warpgroups, 64 each), loops over the queries that see them, of every query head of the group, and keeps dk and dv
-// in registers.
+// warpgroups, 64 each), loops over the queries that see them, of every query head of the group or of a part of it
+// (backward_parts.cuh), and keeps dk and dv in registers.
 //   q, out, grad_out, grad_q (batch, seq_q, heads, head_dim)    k, v, grad_k, grad_v (batch, seq_k, kv_heads, head_dim)
 // Scores and dp are computed transposed (rows are keys), so that P and dS are in registers the A operands of dv and
 // dk. dS also goes to shared memory for dq, which is added to an fp32 buffer in global memory in the order of
@@ -10,9 +10,10 @@
 
 namespace hf_flash::hopper {
 
+// One tile of keys. tiles_done counts tiles of queries from the first tile of keys on.
 template <class Config>
-HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const Mask& mask, BackwardShared<Config>& s,
-                       int warpgroup) {
+HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, BackwardShared<Config>& s, int warpgroup,
+                       int parity, int& tiles_done) {
   using Element = typename Config::Element;
   using T = typename Config::OperandTile;
   using ScoreTile = Tile<Config::kKeys, 64>;
@@ -26,18 +27,21 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
 
   const uint64_t k_rows = T::k_major(&s.k[0][warpgroup * 64][0]), v_rows = T::k_major(&s.v[0][warpgroup * 64][0]);
   const int key = w.first_key + warpgroup * 64 + warp * 16 + lane / 4;   // of accumulator rows 0; 8 more: rows 1
-  const bool hidden[2] = {key >= mask.k_length, key + 8 >= mask.k_length};
+  const bool hidden[2] = {key >= w.k_length, key + 8 >= w.k_length};
   int unseen[2];                            // queries before this do not see the key, from this thread's first column
   if (Config::kScores == Scores::kRight)
     HF_UNROLL
     for (int r = 0; r < 2; ++r)
-      unseen[r] = first_query_that_sees(key + 8 * r, mask.k_length, mask.diagonal, mask.right) - 2 * (lane % 4);
-  mbarrier_wait(&s.kv_arrived, 0);
-  int stage = 0, phase = 0;
+      unseen[r] = first_query_that_sees(key + 8 * r, w.k_length, w.k_length - w.q_length, a.scores.right) -
+                  2 * (lane % 4);
+  const int last_tile = uniform(w.last_tile);
+  mbarrier_wait(&s.kv_arrived, parity);
+  mbarrier_wait(&s.results_stored, parity ^ 1);   // of the tile before: dS and dq take their place
   HF_NO_UNROLL
   for (int head = 0; head < w.group; ++head) {
     HF_NO_UNROLL
-    for (int tile = w.first_tile; tile < w.last_tile; ++tile) {
+    for (int tile = uniform(w.first_tile); tile < last_tile; ++tile, ++tiles_done) {
+      const int stage = tiles_done & 1, phase = tiles_done >> 1 & 1;
       float scores[kQueries / 2], dp[kQueries / 2];
       const uint64_t q_rows = T::k_major(s.q[stage]), grad_out_rows = T::k_major(s.grad_out[stage]);
       mbarrier_wait(&s.q_arrived[stage], phase);
@@ -57,7 +61,7 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
       const int query = tile * kQueries + 2 * (lane % 4);
       uint32_t dropped = 0;
       const ScoreTransform<Element, true> transform{
-          a.scores, a.p, mask.k_length, mask.diagonal, s.batch, s.first_head + head, query, key};
+          a.scores, a.p, w.k_length, w.k_length - w.q_length, w.batch, w.first_head + head, query, key};
       if constexpr (Config::kGeneral) dropped = transform.dropped();
       wgmma_wait<1>();
       pin(scores);
@@ -135,7 +139,8 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
       const auto ds_rows = [&](int first, int k) {
         return ScoreTile::k_major(&s.ds[stage][0][first][0]) + ScoreTile::template k_step<kQueries>(k);
       };
-      const uint64_t k_columns = T::template mn_major<kKeys>(s.k[Split::first_panel(warpgroup)]);
+      const int part = Config::kGeneral ? opaque(warpgroup) : warpgroup;   // fewer registers between tiles
+      const uint64_t k_columns = T::template mn_major<kKeys>(s.k[Split::first_panel(part)]);
       wgmma_fence();
       HF_UNROLL
       for (int k = 0; k < kKeys / 16; ++k) {
@@ -169,32 +174,36 @@ HF_DEVICE void consume(const BackwardArguments& a, const BackwardWork& w, const 
       wgmma_wait<0>();
       pin(dk);
       if (leader) mbarrier_arrive(&s.q_released[stage]);
-      if (++stage == 2) stage = 0, phase ^= 1;
     }
   }
 
-  barrier_sync(kConsumersBarrier, 256);           // both warpgroups are done with k and v, whose place the results take
+  barrier_sync(kDqFreeBarrier + warpgroup, 160);
+  barrier_sync(kConsumersBarrier, 256);     // the block is done with k, v, dS and dq
+  if (leader && warpgroup == 0) mbarrier_arrive(&s.kv_released);
+  if (a.parts.sums) {
+    if (w.first_key + warpgroup * 64 + warp * 16 < w.k_length) {
+      float4* const to = a.parts.sums + w.sums + (warpgroup * 4 + warp) * (kHeadDim / 8 * 32) + lane;
+      if (a.p.grad_k.data) HeadParts::store(to, dk);
+      if (a.p.grad_v.data) HeadParts::store(to + a.parts.to_dv, dv);
+    }
+    barrier_arrive(kResultsBarrier, 288);
+    return;
+  }
   HF_UNROLL
   for (int which = 0; which < 2; ++which) {
     const float factor = which ? a.p.scale : a.scores.keep_scale;
+    const uint32_t staged = which ? shared_address(s.dq) : shared_address(s.ds);
     HF_UNROLL
     for (int i = 0; i < kHeadDim / 16; ++i) {
       const float* const x = (which ? dk : dv) + 8 * i;
-      store_matrix_x4(shared_address(which ? &s.k[0][0][0] : &s.v[0][0][0]) +
-                          T::template chunk_offset<kKeys>(warpgroup * 64 + warp * 16 + lane % 16, 2 * i + lane / 16),
+      const int row = warpgroup * 64 + warp * 16 + lane % 16;
+      store_matrix_x4(staged + T::template chunk_offset<kKeys>(row, 2 * i + lane / 16),
                       pack<Element>(x[0] * factor, x[1] * factor), pack<Element>(x[2] * factor, x[3] * factor),
                       pack<Element>(x[4] * factor, x[5] * factor), pack<Element>(x[6] * factor, x[7] * factor));
     }
   }
   fence_async_shared();
-  barrier_sync(kConsumersBarrier, 256);
-  if (leader && warpgroup == 0) {
-    const int row = w.k_rows.row + w.first_key;
-    if (a.p.grad_v.data) T::template store<kKeys>(&a.grad_v, s.v, a.copies, row, w.kv_head, w.k_rows.outer);
-    if (a.p.grad_k.data) T::template store<kKeys>(&a.grad_k, s.k, a.copies, row, w.kv_head, w.k_rows.outer);
-    bulk_commit();
-    bulk_wait_read<0>();
-  }
+  barrier_arrive(kResultsBarrier, 288);
 }
 
 template <class Config>
@@ -202,47 +211,40 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   HF_DYNAMIC_SHARED(memory);
   auto& s = *reinterpret_cast<BackwardShared<Config>*>(memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const TilePlace place = a.keys.place(blockIdx.x);
-  Sequence sequence(a.p, place.batch);
-  sequence.k_length = max(0, sequence.k_length);   // as it always is; said here, it spares a spill
-  const Mask mask(sequence.q_length, sequence.k_length, a.p.window_left, a.p.window_right);
-  const int key_tiles = ceil_div(sequence.k_length, Config::kKeys);
-  if (place.tile >= key_tiles) return;
-  BackwardWork w;
-  w.kv_head = place.head, w.batch = place.batch;
-  // A deterministic sum starts with the last key tile. Blocks then wait only for such as started before them, and under
-  // a causal mask, where that tile is the one on the diagonal, they hardly wait at all.
-  w.first_key = (a.workspace.turns ? key_tiles - 1 - place.tile : place.tile) * Config::kKeys;
-  const Range queries = mask.queries(w.first_key, w.first_key + Config::kKeys);
-  w.group = a.p.heads / a.p.kv_heads, w.first_head = w.kv_head * w.group;
-  w.first_tile = uniform(queries.empty() ? 0 : queries.begin / Config::kQueries);
-  w.last_tile = uniform(queries.empty() ? 0 : ceil_div(queries.end, Config::kQueries));
-  w.q_rows = a.q_layout.sequence(w.batch, sequence.q_row, sequence.q_length);
-  w.k_rows = a.k_layout.sequence(w.batch, sequence.k_row, sequence.k_length);
-
   if (threadIdx.x == 0) {
     mbarrier_init(&s.kv_arrived, 1);
+    mbarrier_init(&s.kv_released, 1);
+    mbarrier_init(&s.queries_loaded, 1);
+    mbarrier_init(&s.results_stored, 1);
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(&s.q_arrived[i], 1);
       mbarrier_init(&s.q_released[i], 2);
       mbarrier_init(&s.grad_out_arrived[i], 1);
       mbarrier_init(&s.grad_out_released[i], 2);
+      mbarrier_init(&s.work_arrived[i], 1);
+      mbarrier_init(&s.work_released[i], 4);   // by what loads, by both that add dq, by the consumers
     }
     fence_mbarrier_init();
-    fence_async_shared();             // and visible to this thread's own copies, which come before the CTA barrier
-    load_keys<Config>(a, w, s);
-    s.batch = w.batch, s.first_head = w.first_head;
-    s.first_tile = a.queries.first_tile(w.batch, w.first_head);
   }
   __syncthreads();
+  grid_dependency_release();
 
-  if (warpgroup > 0) {
-    registers_grow<Config::kConsumerRegisters>();
-    consume<Config>(a, w, mask, s, warpgroup - 1);
-  } else {
+  if (warpgroup == 0) {
     registers_shrink<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) load_queries<Config>(a, w, s);
-    if (warp == 1 || warp == 2) add_dq<Config>(a, w, mask, s, warp - 1);
+    if (threadIdx.x == 0) load<Config>(a, s);
+    if (warp == 1 || warp == 2) add_dq<Config>(a, s, warp - 1);
+    if (warp == 3) schedule<Config>(a, s, threadIdx.x % 32);
+    return;
+  }
+  registers_grow<Config::kConsumerRegisters>();
+  int tiles_done = 0;
+  HF_NO_UNROLL
+  for (int count = 0;; ++count) {
+    mbarrier_wait(&s.work_arrived[count & 1], count >> 1 & 1);
+    const BackwardWork& w = s.work[count & 1];
+    if (w.first_key < 0) break;
+    consume<Config>(a, w, s, warpgroup - 1, count & 1, tiles_done);
+    if (threadIdx.x == 128) mbarrier_arrive(&s.work_released[count & 1]);
   }
 }
 

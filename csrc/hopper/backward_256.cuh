@@ -1,6 +1,7 @@
 // What the two passes of the backward for head dims 192 and 256 share: sizes, arguments, products of 64-row tiles, the
 // way out.
 #pragma once
+#include "../backward_parts.cuh"
 #include "../mask.cuh"
 #include "backward_plan.cuh"
 #include "backward_scores.cuh"
@@ -17,6 +18,7 @@ template <class Element_, int kHeadDim_, Scores kScores_> struct WideConfig {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   // P is handed over as 2^15 P in fp16, whatever the element: bf16 costs 23 % in the error of dk, and P <= 1 fits.
   static constexpr int kExponent = 15;
+  static constexpr float kUnit = 1.f / (1 << kExponent);
   static constexpr int kDqRows = 128;                      // queries of a block of the dq pass
   static constexpr int kStatisticsRows = kDqRows, kDqFloats = 0;   // BackwardWorkspace
 };
@@ -25,7 +27,8 @@ struct WideArguments {
   CUtensorMap q, k, v, grad_out, grad_q, grad_k, grad_v;
   CUtensorMap statistics;          // rows of 64: LSE of every tile of queries, then delta
   Params p;
-  TileGrid queries, keys;          // tiles of kDqRows queries and of kKeys keys
+  TileGrid queries, keys;          // tiles of kDqRows queries and of kKeys keys, whose heads are parts of groups
+  HeadParts parts;
   BackwardWorkspace workspace;
   ScoreConstants scores;
   RowLayout q_layout, k_layout;

@@ -2,7 +2,8 @@
 // (backward_256_dq.cuh), which computes the scores again: 7 products instead of 5, but no fp32 sums through memory,
 // and the same bits in every run.
 //   q, grad_out (batch, seq_q, heads, head_dim)    k, v, grad_k, grad_v (batch, seq_k, kv_heads, head_dim)
-// A block owns 64 keys of one key/value head and loops over tiles of 64 queries, of every query head of the group.
+// A block owns 64 keys of one key/value head and loops over tiles of 64 queries, of every query head of the group or of
+// a part of it (backward_parts.cuh).
 // One warpgroup computes scores, P and dv, the other dp, dS and dk: each keeps one 64 x head_dim sum in registers,
 // and P passes from the first to the second through shared memory, in the order of fragments.
 #pragma once
@@ -17,6 +18,7 @@ struct DkvWork {
   int k_length, diagonal;
   RowCoordinates q_rows, k_rows;
   int statistics;                  // row of the first head's first 64 queries in the map of that name
+  int64_t sums;                    // HeadParts::place
 };
 
 template <class Config> struct DkvShared {
@@ -70,6 +72,14 @@ HF_DEVICE void load_dkv_queries(const WideArguments& a, DkvShared<Config>& s, in
       if (++stage == 2) stage = 0, phase ^= 1;
     }
   }
+}
+
+// The sums of one warpgroup of a block that has a part of the heads, to HeadParts' sums of dk or dv.
+template <class Config>
+HF_DEVICE void store_part(float4* to, const DkvWork& w, const float (&sums)[Config::kHeadDim / 2]) {
+  const int thread = threadIdx.x % 128, warp = thread / 32;
+  if (w.first_key + warp * 16 < w.k_length)
+    HeadParts::store(to + w.sums + warp * (Config::kHeadDim / 8 * 32) + thread % 32, sums);
 }
 
 // The loops below issue the last product of a step before the first of the next: the stage that it frees is then
@@ -179,9 +189,12 @@ HF_DEVICE void accumulate_dv(const WideArguments& a, DkvShared<Config>& s) {
     pin(dv);
     arrive_of_warp(&s.grad_out_released[stage]);
   }
+  if (a.parts.sums) {
+    if (a.p.grad_v.data) store_part<Config>(a.parts.sums + a.parts.to_dv, w, dv);
+    return;
+  }
   barrier_sync(kScoresBarrier, 128);   // this warpgroup is done with k, whose place the result takes
-  constexpr float kUnit = 1.f / (1 << Config::kExponent);
-  store_sums<Config>(dv, Config::kGeneral ? kUnit * a.scores.keep_scale : kUnit, s.k, &a.grad_v,
+  store_sums<Config>(dv, Config::kGeneral ? Config::kUnit * a.scores.keep_scale : Config::kUnit, s.k, &a.grad_v,
                      a.p.grad_v.data != nullptr, a.copies, w.k_rows.row + w.first_key, w.kv_head, w.k_rows.outer,
                      kScoresBarrier);
 }
@@ -191,7 +204,7 @@ template <class Config> HF_DEVICE void accumulate_dk(const WideArguments& a, Dkv
   using Element = typename Config::Element;
   using T = typename Config::OperandTile;
   constexpr int kHeadDim = Config::kHeadDim;
-  constexpr float kUnit = 1.f / (1 << Config::kExponent);
+  constexpr float kUnit = Config::kUnit;
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int steps = uniform(w.group * (w.last_tile - w.first_tile));
   float dk[kHeadDim / 2];
@@ -275,6 +288,10 @@ template <class Config> HF_DEVICE void accumulate_dk(const WideArguments& a, Dkv
     pin(dk);
     arrive_of_warp(&s.q_released[stage]);
   }
+  if (a.parts.sums) {
+    if (a.p.grad_k.data) store_part<Config>(a.parts.sums, w, dk);
+    return;
+  }
   barrier_sync(kGradientsBarrier, 128);   // this warpgroup is done with v, whose place the result takes
   store_sums<Config>(dk, a.p.scale, s.v, &a.grad_k, a.p.grad_k.data != nullptr, a.copies, w.k_rows.row + w.first_key,
                      w.kv_head, w.k_rows.outer, kGradientsBarrier);
@@ -293,13 +310,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_dkv_kernel(const
   if (threadIdx.x == 0) {
     const Range queries = mask.queries(first_key, first_key + Config::kKeys);
     DkvWork& w = s.work;
-    w.kv_head = place.head, w.batch = place.batch, w.first_key = first_key;
-    w.group = a.p.heads / a.p.kv_heads, w.first_head = place.head * w.group;
+    w.kv_head = place.head / a.parts.parts, w.batch = place.batch, w.first_key = first_key;
+    w.first_head = a.parts.first_head(a.p, place.head);
+    w.group = a.parts.first_head(a.p, place.head + 1) - w.first_head;
     w.first_tile = queries.empty() ? 0 : queries.begin / 64;
     w.last_tile = queries.empty() ? 0 : ceil_div(queries.end, 64);
     w.k_length = sequence.k_length, w.diagonal = mask.diagonal;
     w.q_rows = a.q_layout.sequence(place.batch, sequence.q_row, sequence.q_length);
     w.k_rows = a.k_layout.sequence(place.batch, sequence.k_row, sequence.k_length);
+    w.sums = a.parts.place(a.p, sequence, place.batch, place.head, first_key, Config::kHeadDim);
     w.statistics = int(a.queries.first_tile(place.batch, w.first_head)) * (Config::kDqRows / 64);
 
     mbarrier_init(&s.k_arrived, 1);

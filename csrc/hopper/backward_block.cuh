@@ -1,8 +1,10 @@
 // A block of the one-pass backward (backward.cuh): its sizes, shared memory, arguments, work and barriers.
 #pragma once
+#include "../backward_parts.cuh"
 #include "backward_dq_sum.cuh"
 #include "backward_plan.cuh"
 #include "backward_scores.cuh"
+#include "tile_counter.cuh"
 
 namespace hf_flash::hopper {
 
@@ -23,6 +25,21 @@ template <class Element_, int kHeadDim_, int kQueries_, int kPanelWidth_, Scores
   static constexpr int kPanels = OperandTile::kPanels;
   static_assert(kHeadDim % 16 == 0 && kQueries % 16 == 0 && kQueries <= 128, "wgmma takes 16 rows or columns a step");
   static_assert(!kGeneral || kQueries == 64, "ScoreTransform works on 32 accumulators");
+  static constexpr int kResultBytes = OperandTile::bytes(kKeys);
+  static_assert(kResultBytes <= 4 * kQueries * 64 * 2 && kResultBytes <= 4 * kQueries * kHeadDim,
+                "dv and dk are staged where dS and dq were");
+};
+
+// A tile of keys: what a block does until the next one.
+struct BackwardWork {
+  int first_key;                            // < 0: there is no more work
+  int batch, part, kv_head;                 // part: HeadParts
+  int q_length, k_length;
+  int group, first_head;                    // query heads of this key/value head, or of a part of them
+  int first_tile, last_tile;                // of queries
+  int statistics;                           // number of the first head's first tile; heads are queries.tiles apart
+  RowCoordinates q_rows, k_rows;
+  int64_t sums;                             // HeadParts::place
 };
 
 template <class Config> struct BackwardShared {
@@ -33,31 +50,26 @@ template <class Config> struct BackwardShared {
   Element ds[2][2][kQueries][64];           // [stage][warpgroup]: a second stage is worth 2 to 5 %
   float dq[kQueries * Config::kHeadDim];
   float lse[2][128], delta[2][128];         // [stage]; copies go to multiples of 128 bytes
-  int batch, first_head;                    // of BackwardWork: here they cost the consumers no registers
-  int64_t first_tile;                       // the first head's first tile among all; heads are queries.tiles apart
-  uint64_t kv_arrived, q_arrived[2], q_released[2], grad_out_arrived[2], grad_out_released[2];
+  uint64_t kv_arrived, kv_released, q_arrived[2], q_released[2], grad_out_arrived[2], grad_out_released[2];
+  uint64_t work_arrived[2], work_released[2], queries_loaded, results_stored;
+  BackwardWork work[2];                     // this one and the next
 };
 
 struct BackwardArguments {
   CUtensorMap q, k, v, grad_out, grad_k, grad_v;
   CUtensorMap statistics;                   // rows of kQueries: LSE of every tile of queries, then delta
   Params p;
-  TileGrid queries, keys;
+  TileGrid queries, keys;                   // keys: heads are parts of groups
+  HeadParts parts;
   BackwardWorkspace workspace;
   ScoreConstants scores;
   RowLayout q_layout, k_layout;
   int copies;                               // Tile::load
-};
-
-// What one block does.
-struct BackwardWork {
-  int kv_head, batch, first_key;
-  int group, first_head;                    // query heads of this key/value head
-  int first_tile, last_tile;                // of queries
-  RowCoordinates q_rows, k_rows;
+  int counter;                              // TileCounter
 };
 
 // Named barriers. dq_free and dq_full: one per consumer warpgroup, shared with the warp that adds its part of dq.
-enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4 };
+// results: the consumers and the warp that stores dk and dv.
+enum { kConsumersBarrier = 1, kDqFreeBarrier = 2, kDqFullBarrier = 4, kResultsBarrier = 6 };
 
 }  // namespace hf_flash::hopper

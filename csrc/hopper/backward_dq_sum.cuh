@@ -67,7 +67,9 @@ __global__ void __launch_bounds__(256) backward_convert_kernel(const __grid_cons
   constexpr int kHeadDim = Config::kHeadDim, kQueries = Config::kQueries, kRow = kHeadDim + 8;   // spreads the banks
   HF_DYNAMIC_SHARED(memory);
   auto* const tile = reinterpret_cast<Element*>(memory);   // [kQueries][kRow]
-  const TilePlace place = a.queries.place(blockIdx.x);
+  grid_dependency_wait();
+  // The last sums first: they are still in the L2 cache.
+  const TilePlace place = a.queries.place(gridDim.x - 1 - blockIdx.x);
   const Sequence sequence(a.p, place.batch);
   const int first_row = place.tile * kQueries;
   if (first_row >= sequence.q_length) return;

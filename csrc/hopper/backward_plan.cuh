@@ -111,15 +111,17 @@ __global__ void __launch_bounds__(256, 6) backward_prepare_kernel(const __grid_c
   using Config = PrepareConfig<kHeadDim>;
   constexpr int kLanes = Config::kLanes, kRows = Config::kRows;
   const Params& p = a.p;
+  grid_dependency_release();
   zero_unowned_rows<Element>(p.grad_q, p.cu_seqlens_q, p.batch, p.total_q, p.heads, p.head_dim);
   zero_unowned_rows<Element>(p.grad_k, p.cu_seqlens_k, p.batch, p.total_k, p.kv_heads, p.head_dim);
   zero_unowned_rows<Element>(p.grad_v, p.cu_seqlens_k, p.batch, p.total_k, p.kv_heads, p.head_dim);
 
-  const unsigned parts = a.queries.rows / kRows;
-  const TilePlace place = a.queries.place(blockIdx.x / parts);
+  // From the last tile to the first, so that those which the next kernel takes first are in the L2 cache.
+  const unsigned parts = a.queries.rows / kRows, block = gridDim.x - 1 - blockIdx.x;
+  const TilePlace place = a.queries.place(block / parts);
   const Sequence sequence(p, place.batch);
   if (place.tile * a.queries.rows >= sequence.q_length) return;
-  const int inside = blockIdx.x % parts * kRows + threadIdx.x / kLanes, row = place.tile * a.queries.rows + inside;
+  const int inside = block % parts * kRows + threadIdx.x / kLanes, row = place.tile * a.queries.rows + inside;
   const int column = threadIdx.x % kLanes * 8;
   const int64_t tile = a.queries.first_tile(place.batch, place.head) + place.tile;
   const bool exists = row < sequence.q_length;
@@ -131,10 +133,10 @@ __global__ void __launch_bounds__(256, 6) backward_prepare_kernel(const __grid_c
     grad_out = *reinterpret_cast<const uint4*>(sequence.q_base<Element>(p.grad_out, place.head) +
                                                row * p.grad_out.row_stride + column);
   }
-  if (a.workspace.turns && blockIdx.x % parts == 0 && threadIdx.x < 2) a.workspace.turns[2 * tile + threadIdx.x] = 0;
+  if (a.workspace.turns && block % parts == 0 && threadIdx.x < 2) a.workspace.turns[2 * tile + threadIdx.x] = 0;
   if (a.workspace.dq) {
     auto* const dq = reinterpret_cast<float4*>(
-        a.workspace.dq + (tile * a.queries.rows + blockIdx.x % parts * kRows) * kHeadDim);
+        a.workspace.dq + (tile * a.queries.rows + block % parts * kRows) * kHeadDim);
     HF_UNROLL
     for (int i = 0; i < ceil_div(kRows * kHeadDim, 4 * Config::kThreads); ++i)
       if (i * Config::kThreads + threadIdx.x < kRows * kHeadDim / 4)

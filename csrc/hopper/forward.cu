@@ -309,12 +309,9 @@ template <class C> int launch_forward(const Params& p, cudaStream_t stream) {
 
   // With packed queries this bounds the number of tiles: each sequence ends with at most one partial tile.
   const int64_t tiles = p.cu_seqlens_q ? (p.total_q / C::kTileQ + p.batch) * p.heads : a.query_tiles * all_heads;
-  const int sm_count = device_facts().sm_count;
-  a.counter = TileCounters::kNone;
-  if (tiles > sm_count)
-    if (const int error = choose_counters<TileCounters>(stream, 1, &a.counter)) return error;
-  const int64_t blocks = a.counter == TileCounters::kNone ? tiles : sm_count;
-  return launch(forward_kernel<C>, blocks, C::kThreads, sizeof(ForwardShared<C>), stream, a);
+  int64_t ctas = 0;
+  if (const int error = share_tiles(tiles, stream, &a.counter, &ctas)) return error;
+  return launch(forward_kernel<C>, ctas, C::kThreads, sizeof(ForwardShared<C>), stream, a);
 }
 
 // Whether tiles of 128 query rows end sooner than tiles of 192: by the rows in whole waves of tiles and, causal, by the

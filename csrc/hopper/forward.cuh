@@ -1,10 +1,10 @@
 // Forward attention for Hopper: its configuration, shared memory, softmax and what is done to scores.
 #pragma once
 #include "../mask.cuh"
-#include "../launch_counters.cuh"
 #include "../philox.cuh"
 #include "../sequence.cuh"
 #include "tensor_map.cuh"
+#include "tile_counter.cuh"
 
 namespace hf_flash::hopper {
 
@@ -73,13 +73,8 @@ struct ForwardArguments {
   int section_heads;                  // heads whose keys and values stay in L2 together
   bool ragged;                        // lengths are read from device memory
   bool longest_first;                 // later query tiles see more keys: start them first
-  int counter;                        // TileCounters; kNone: each CTA serves the tile of its index only
+  int counter;                        // TileCounter
 };
-
-using TileCounters = LaunchCounters<1024, 1, 15 * 1024>;
-
-// Of every counter: how many tiles were taken beyond the first of each CTA, and how many CTAs are done.
-static __device__ int32_t tile_counters[TileCounters::kCount][2];
 
 // A position in a ring of kStages buffers.
 template <int kStages> struct Ring {

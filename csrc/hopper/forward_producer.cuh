@@ -4,8 +4,6 @@
 
 namespace hf_flash::hopper {
 
-constexpr int kNoTile = -1;
-
 // Finds the sequence that a tile belongs to. Tiles are numbered sequence by sequence, in classes of falling key count,
 // so that what remains for the end is short. Called by a whole warp with rising tiles, it resumes where it stopped.
 template <int kTileQ> struct RaggedCursor {
@@ -97,20 +95,13 @@ template <class C> HF_DEVICE void describe_work(Work& w, const ForwardArguments&
 // loaded: early enough to hide the time it takes, late enough that CTAs end together.
 template <class C> HF_DEVICE void schedule(const ForwardArguments& a, ForwardShared<C>& s, int lane) {
   const Params& p = a.p;
-  int32_t* const counter = a.counter == TileCounters::kNone ? nullptr : tile_counters[a.counter];
+  const TileCounter counter(a.counter);
   RaggedCursor<C::kTileQ> cursor;
   HF_NO_UNROLL
   for (int tile = blockIdx.x, count = 0;; ++count) {
     if (count > 0) {
-      if (counter == nullptr) {
-        tile = kNoTile;
-      } else {
-        if (lane == 0) {
-          mbarrier_wait(&s.keys_loaded_soon, (count & 1) ^ 1);
-          tile = gridDim.x + atomicAdd(&counter[0], 1);
-        }
-        tile = __shfl_sync(~0u, tile, 0);
-      }
+      if (lane == 0) mbarrier_wait(&s.keys_loaded_soon, (count & 1) ^ 1);
+      tile = counter.next(gridDim.x, lane);
     }
     int position = tile, batch = 0;
     const bool found = tile != kNoTile && (a.ragged ? cursor.find(p, lane, position, batch)
@@ -125,11 +116,7 @@ template <class C> HF_DEVICE void schedule(const ForwardArguments& a, ForwardSha
     }
     if (!found) break;
   }
-  // The last CTA to finish leaves both counters zero.
-  if (counter != nullptr && lane == 0 && atomicAdd(&counter[1], 1) == int(gridDim.x) - 1) {
-    counter[0] = 0;
-    counter[1] = 0;
-  }
+  if (lane == 0) counter.finish();
 }
 
 // One thread of warp 1: loads K and V, from the last key tile to the first, K one step ahead of V.

@@ -97,6 +97,13 @@ HF_DEVICE void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ---- Kernels that overlap (launch<true>).
+
+// Lets the next kernel of the stream start where there is room, once every CTA of this one has called it or ended.
+HF_DEVICE void grid_dependency_release() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Returns when the kernel before has ended and its results are visible.
+HF_DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- Fragments.
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
