@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import ModuleType
 
@@ -107,6 +108,20 @@ def test_a_call_of_a_few_milliseconds_is_captured_and_no_longer_one(seconds, mon
     timer = timing.Timer(lambda: clocks.call(seconds), torch.device("cuda"))
     clocks.launch = 5e-3
     assert (timer.start()() == pytest.approx(seconds)) == (seconds < 3e-3)
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_what_a_call_reads_lives_as_long_as_its_timer(capturable, monkeypatch):
+    """A graph holds addresses: a replay after the inputs were freed would read what others put there, or nothing."""
+    clocks = Clocks(1e-3, capturable)
+    clocks.install(monkeypatch)
+    inputs = torch.zeros(1)
+    alive = weakref.ref(inputs)
+    timer = timing.Timer(lambda x=inputs: clocks.call(1e-4 + x.item()), torch.device("cuda"))
+    del inputs
+    assert alive() is not None and timer.start()() == pytest.approx(1e-4)
+    del timer
+    assert alive() is None
 
 
 @pytest.mark.parametrize("head_dims, columns", [((64,), 2), ((64, 80, 128, 256), 4), ((64, 80, 96, 128, 256), 5)])
