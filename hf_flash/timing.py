@@ -23,7 +23,7 @@ class Timer:
     def __init__(self, call, device, target=1e-3):
         """target: seconds that the calls of a graph take together, where one is shorter."""
         self.device, self.calls, self.call = device, 1, call
-        self.captured = call  # a graph reads the tensors that the call holds, and holds none of them itself
+        self.kept = call  # a graph reads the tensors that the call holds, and holds none of them itself
         if device.type == "cpu":
             return
         for _ in range(2):
